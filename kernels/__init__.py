@@ -1,0 +1,123 @@
+"""The operations that a decoder is made of: one signature each, several implementations.
+
+`reference.py` is plain torch and documents what each operation computes; every other implementation is held to it.
+`dispatch.select(device)` picks one implementation, once. Nothing here knows of models, requests or adapters.
+
+Conventions: T tokens of the step, S sequences of the step, H hidden size, Hq/Hk query and key/value heads, D head size.
+Activations are float32 on a CPU whatever the storage dtype of weights and KV.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Activation", "Linear", "Ops", "PagedBatch"]
+
+
+class Activation(StrEnum):
+    """Activation of a gated MLP."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """Where each token of a step stands in the paged KV cache; the same for all layers.
+
+    Sequence s owns query tokens [query_starts[s], query_starts[s + 1]) and blocks
+    block_table[block_starts[s] : block_starts[s + 1]], in order. Its queries are the last tokens of its context:
+
+        context:  [0 ............ context_lens[s] - query_len) already in the cache | [.., context_lens[s]) this step's
+    """
+
+    slot_mapping: Tensor  # [T] int64: block * block_size + offset, where each token's KV is written
+    query_starts: Tensor  # [S + 1] int32
+    context_lens: Tensor  # [S] int32: tokens in the cache after this step's are written
+    block_table: Tensor  # [sum of blocks] int32: all sequences' block tables, one after the other
+    block_starts: Tensor  # [S + 1] int32
+    max_query_len: int
+    max_context_len: int
+
+
+class Linear(Protocol):
+    """A weight as one implementation holds it (`Ops.pack_linear` makes it)."""
+
+    out_features: int
+    in_features: int
+
+
+class Ops(Protocol):
+    """One implementation of all operations."""
+
+    name: str
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Take over `weight: [out, in]` (any storage dtype) and `bias: [out]`; may keep it in place or re-lay it."""
+        ...
+
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
+        """`x: [T, in] -> [T, out]`: x @ weight.T + bias, computed in x's dtype."""
+        ...
+
+    def embedding(self, ids: Tensor, table: Linear) -> Tensor:
+        """`ids: [T] int64 -> [T, in]` rows of the table `[vocabulary, in]`, in the compute dtype."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`x: [..., N] -> [..., N]`: x / sqrt(mean(x^2) + eps) * weight, over the last dimension (any leading ones)."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`residual += x` in place, then the norm of the residual. `x, residual: [T, H] -> [T, H]`."""
+        ...
+
+    def rope_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotate `q: [T, Hq, D]` and `k: [T, Hk, D]` in place (rows may be strided views of one qkv matrix).
+
+        `cos, sin: [T, R / 2]` float32. NeoX layout: pairs (i, i + R / 2) of the first R <= D dimensions.
+        """
+        ...
+
+    def kv_write(self, k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
+        """Store `k, v: [T, Hk, D]` (may be strided views) into one layer's `kv: [blocks, 2, block_size, Hk, D]` (a
+        strided view of the pool) at `slot_mapping`, in kv's dtype."""
+        ...
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """Causal attention of ragged queries over paged KV. `q: [T, Hq, D]` (may be a strided view) `-> [T, Hq * D]`.
+
+        Query head h reads KV head h // (Hq / Hk). With `window` w a query at position p sees (p - w, p].
+        With `soft_cap` c scores become c * tanh(scores / c) before the softmax. Blocks are read in place.
+        """
+        ...
+
+    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """`gate_up: [T, 2 * I] -> [T, I]`: act(gate_up[:, :I]) * gate_up[:, I:]."""
+        ...
+
+
+def kv_pool(
+    num_blocks: int, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """The whole KV memory: `[num_blocks, num_layers, 2, block_size, Hk, D]`, block-major.
+
+    One block is one contiguous page with all layers in it, so that moving a block is one copy. `pool[:, layer]` is what
+    the operations take.
+    """
+    return torch.zeros(num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)

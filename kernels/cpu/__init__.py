@@ -1,0 +1,1 @@
+"""Native CPU operations (C++), built once on first use."""

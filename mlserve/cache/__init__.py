@@ -1,0 +1,1 @@
+"""Naming, sharing and evicting KV blocks. Imports no torch."""

@@ -1,0 +1,97 @@
+"""The options of an engine. Each default and each help text lives here once: the SDK and the command line read them.
+
+Options are checked when they are made and never changed afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from mlserve.errors import ConfigError
+
+__all__ = ["CacheConfig", "DType", "EngineConfig", "ModelOptions", "Policy", "SchedulerConfig"]
+
+EMBEDDED_MODEL = "smollm2-135m-instruct"
+
+
+class DType(StrEnum):
+    """Storage dtype of weights. On a CPU arithmetic is float32 whatever the storage."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class Policy(StrEnum):
+    """Order in which waiting requests are admitted."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+def _require_positive(name: str, value: int | float | None) -> None:
+    if value is not None and value <= 0:
+        raise ConfigError(f"{name} is {value}: give a number above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV pool and its prefix cache."""
+
+    block_size: int = _option(16, "tokens in one KV block")
+    enable_prefix_caching: bool = _option(True, "reuse the KV of equal prefixes")
+    block_hash: str = _option("xxh3_128", "hash that names blocks: xxh3_128 or sha256")
+    num_blocks: int | None = _option(None, "blocks in the pool; default: as many as kv_memory holds")
+    kv_memory: float = _option(1.0, "GiB of memory for the KV pool, if num_blocks isn't given")
+
+    def __post_init__(self) -> None:
+        _require_positive("block_size", self.block_size)
+        _require_positive("num_blocks", self.num_blocks)
+        _require_positive("kv_memory", self.kv_memory)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What one step may hold."""
+
+    max_num_seqs: int = _option(256, "sequences that may run at once")
+    max_num_batched_tokens: int = _option(2048, "tokens in one step; longer prefills are cut into chunks")
+    policy: Policy = _option(Policy.FCFS, "admission order: fcfs or priority (lower numbers first)")
+    max_skips: int = _option(64, "how often later requests may overtake one that waits for KV blocks")
+
+    def __post_init__(self) -> None:
+        _require_positive("max_num_seqs", self.max_num_seqs)
+        _require_positive("max_num_batched_tokens", self.max_num_batched_tokens)
+        if self.max_skips < 0:
+            raise ConfigError(f"max_skips is {self.max_skips}: give 0 (strict order) or more")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs {self.max_num_seqs}: "
+                "every running sequence needs one token a step; raise the first or lower the second"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which model, and how it is held."""
+
+    model: str = _option(EMBEDDED_MODEL, "the embedded model's name, a folder, a .gguf file, or a Hugging Face hub id")
+    dtype: DType = _option(DType.FLOAT32, "how weights are stored: float32, bfloat16 or float16")
+    device: str = _option("auto", "auto, cpu or cuda")
+    max_model_len: int | None = _option(None, "longest prompt plus output; default: what the model was made for")
+    kernels: str = _option("auto", "auto, cpu (native) or reference (plain torch)")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All options of one engine."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

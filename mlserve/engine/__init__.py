@@ -1,0 +1,1 @@
+"""Requests in, tokens out: prompts, scheduling, the step, detokenisation."""

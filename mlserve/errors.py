@@ -1,0 +1,82 @@
+"""Every error that mlserve raises on purpose.
+
+    MlserveError
+    ├── ConfigError                 an option or a combination of options is wrong       (also ValueError)
+    ├── ModelError                  a model can't be loaded
+    │   ├── ModelNotFoundError      there is no model at that path or id                 (also FileNotFoundError)
+    │   ├── UnsupportedModelError   the architecture or a setting of it isn't served
+    │   └── CorruptWeightsError     a weights file is damaged or doesn't fit its config
+    ├── RequestError                one request is refused; the engine goes on
+    │   ├── PromptError             empty, too long, or ids out of range                 (also ValueError)
+    │   ├── SamplingParamsError     contradictory or out-of-range sampling parameters    (also ValueError)
+    │   └── CapacityError           the request can never fit in the KV pool
+    ├── StepError                   a request failed while the model ran; the engine goes on
+    └── KernelBuildError            the native CPU kernels could not be built
+
+A message states the fact, the value and the remedy: "prompt has 600 tokens, limit 512: shorten it or raise max_model_len".
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CapacityError",
+    "ConfigError",
+    "CorruptWeightsError",
+    "KernelBuildError",
+    "MlserveError",
+    "ModelError",
+    "ModelNotFoundError",
+    "PromptError",
+    "RequestError",
+    "SamplingParamsError",
+    "StepError",
+    "UnsupportedModelError",
+]
+
+
+class MlserveError(Exception):
+    """Base of every error that mlserve raises on purpose."""
+
+
+class ConfigError(MlserveError, ValueError):
+    """An option, or a combination of options, is wrong."""
+
+
+class ModelError(MlserveError):
+    """A model can't be loaded."""
+
+
+class ModelNotFoundError(ModelError, FileNotFoundError):
+    """There is no model at the path or id that was given."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model's architecture, or a setting of it, isn't served; the message names which."""
+
+
+class CorruptWeightsError(ModelError):
+    """A weights file is damaged, incomplete, or doesn't fit its config."""
+
+
+class RequestError(MlserveError):
+    """One request is refused; nothing else is affected."""
+
+
+class PromptError(RequestError, ValueError):
+    """The prompt is empty, too long, or has token ids out of range."""
+
+
+class SamplingParamsError(RequestError, ValueError):
+    """Sampling parameters are out of range or contradict each other."""
+
+
+class CapacityError(RequestError):
+    """The request could never fit in the KV pool, even alone."""
+
+
+class StepError(MlserveError):
+    """The model raised while it ran this request; other requests go on."""
+
+
+class KernelBuildError(MlserveError):
+    """The native CPU kernels could not be built; the message says what is missing."""

@@ -1,0 +1,1 @@
+"""The decoder: its description, weights, inputs, forward pass and sampler."""

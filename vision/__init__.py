@@ -1,0 +1,1 @@
+"""Images: safe decoding, identity, towers, and the cache of their embeddings."""
