@@ -16,6 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+if __name__ != "mlserve.kernels":
+    raise ImportError(f"{__name__!r} is mlserve's own: import mlserve.kernels, and take the repository off sys.path")
+
 __all__ = ["Activation", "Linear", "Ops", "PagedBatch"]
 
 
@@ -48,8 +51,11 @@ class PagedBatch:
 class Linear(Protocol):
     """A weight as one implementation holds it (`Ops.pack_linear` makes it)."""
 
-    out_features: int
-    in_features: int
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
 
 
 class Ops(Protocol):
@@ -112,7 +118,12 @@ class Ops(Protocol):
 
 
 def kv_pool(
-    num_blocks: int, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+    num_blocks: int,
+    num_layers: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
     """The whole KV memory: `[num_blocks, num_layers, 2, block_size, Hk, D]`, block-major.

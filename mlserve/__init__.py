@@ -1,1 +1,79 @@
-"""mlserve: many LoRA adapters and images on one base model, in one batch, over one shared pool of KV blocks."""
+"""mlserve: many LoRA adapters and images on one base model, in one batch, over one shared pool of KV blocks.
+
+`LLM` is loaded when it is first asked for, so that `import mlserve` stays quick and imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mlserve.config import CacheConfig, DType, EngineConfig, ModelOptions, Policy, SchedulerConfig
+from mlserve.errors import (
+    CapacityError,
+    ConfigError,
+    CorruptWeightsError,
+    KernelBuildError,
+    MlserveError,
+    ModelError,
+    ModelNotFoundError,
+    PromptError,
+    RequestError,
+    SamplingParamsError,
+    StepError,
+    UnsupportedModelError,
+)
+from mlserve.request import (
+    CompletionOutput,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
+
+if TYPE_CHECKING:
+    from mlserve.llm import LLM
+
+__all__ = [
+    "LLM",
+    "CacheConfig",
+    "CapacityError",
+    "CompletionOutput",
+    "ConfigError",
+    "CorruptWeightsError",
+    "DType",
+    "EngineConfig",
+    "FinishReason",
+    "KernelBuildError",
+    "MlserveError",
+    "ModelError",
+    "ModelNotFoundError",
+    "ModelOptions",
+    "Policy",
+    "PromptError",
+    "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "SamplingParamsError",
+    "SchedulerConfig",
+    "StepError",
+    "TokenLogprob",
+    "UnsupportedModelError",
+]
+
+__version__ = "0.1.0"
+
+
+# Hidden from type checkers, which would otherwise take every misspelt name for a lazy one.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name == "LLM":
+            from mlserve.llm import LLM
+
+            return LLM
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
