@@ -1,16 +1,16 @@
 """Tiny random models, written to disk as ordinary Hugging Face folders.
 
 `write_tiny(folder)` writes the model that the tests call TINY: Llama, 2 layers, hidden 64, 4 heads of which 2 KV heads,
-vocabulary 320, 512 positions, float32. Other families and shapes come by name and by keyword. As a fixture (some 10 ms):
+vocabulary 320, 512 positions, float32. Other families and shapes come by name and by keyword. As a fixture (10 ms):
 
     @pytest.fixture(scope="session")
     def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return write_tiny(tmp_path_factory.mktemp("tiny"))
 
-Weights are normal(0, 0.15), not the usual 0.02: logits then spread over several units, so that a wrong cache block, mask
-or rotation changes the answer and not only its last digits. Norm weights are spread about their neutral value, so that a
-forgotten one shows. Rows of the output layer that belong to special tokens are zero (unless it is tied): generation ends
-early only if a test wants it to.
+Weights are normal(0, 0.15), not the usual 0.02: logits then spread over several units, so that a wrong cache block,
+mask or rotation changes the answer and not only its last digits. Norm weights are spread about their neutral value, so
+that a forgotten one shows. Rows of the output layer that belong to special tokens are zero (unless it is tied):
+generation ends early only if a test wants it to.
 
 The tokenizer is byte-level without merges: ids 0 to 255 are the bytes themselves, then the specials of
 `SPECIAL_TOKENS`, then `<unused262>` and so on up to the vocabulary's size.
@@ -189,7 +189,7 @@ def write_tokenizer(folder: Path, vocabulary: int = VOCABULARY) -> None:
 
 
 def byte_alphabet() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary: GPT-2's, where printable bytes are themselves."""
+    """The character that stands for each byte in a byte-level vocabulary (GPT-2's alphabet)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
