@@ -15,6 +15,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StreamOutput",
     "TokenLogprob",
 ]
 
@@ -184,3 +185,18 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprob | None] | None = None  # one per prompt token; the first is None
     finished: bool = False
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOutput:
+    """What one step added to one sequence of a request."""
+
+    request_id: str
+    index: int
+    text: str  # new text only; empty while a character or a possible stop string is incomplete
+    token_ids: list[int]  # new tokens only
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None  # set on the sequence's last one
+    stop_reason: str | int | None = None
+    error: str | None = None
+    completed: RequestOutput | None = None  # the whole request, on its very last one

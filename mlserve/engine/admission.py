@@ -1,0 +1,135 @@
+"""From what a caller asks to an `EngineRequest`: everything that can be refused is refused here, before any work."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import xxhash
+
+from mlserve.cache.manager import CacheManager
+from mlserve.cache.marks import Mark, salt_mark
+from mlserve.engine.prompt import validate_prompt_ids
+from mlserve.engine.sequence import EngineRequest, Sequence
+from mlserve.engine.tokenizer import Tokenizer
+from mlserve.errors import CapacityError, PromptError, SamplingParamsError
+from mlserve.request import RequestMetrics, SamplingParams
+
+__all__ = ["Limits", "RequestFactory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may be, as far as the model and the pool decide it."""
+
+    vocab_size: int
+    max_model_len: int  # tokens, prompt plus output
+    capacity: int  # tokens that the whole KV pool holds
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class RequestFactory:
+    """Makes engine requests; numbers them in order of arrival."""
+
+    def __init__(self, tokenizer: Tokenizer, cache: CacheManager, limits: Limits) -> None:
+        self.limits = limits
+        self._tokenizer = tokenizer
+        self._cache = cache
+        self._arrivals = 0
+        self._random = random.SystemRandom()
+
+    def make(
+        self,
+        request_id: str,
+        prompt: str | Seq[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> EngineRequest:
+        """Check everything, tokenise, and lay out the sequences.
+
+        Raises `PromptError`, `SamplingParamsError` or `CapacityError`; nothing is kept of a refused request.
+        """
+        prompt_ids = self.check(prompt, params)
+        marks = () if cache_salt is None else (salt_mark(cache_salt),)
+        request = EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt_ids,
+            params=params,
+            metrics=RequestMetrics(arrival=time.monotonic(), prompt_tokens=len(prompt_ids)),
+            prompt=prompt if isinstance(prompt, str) else None,
+            marks=marks,
+            priority=priority,
+        )
+        self._arrivals += 1
+        self._add_sequences(request, marks)
+        return request
+
+    def check(self, prompt: str | Seq[int], params: SamplingParams) -> list[int]:
+        """The prompt's token ids, once it and the parameters are found servable."""
+        prompt_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        validate_prompt_ids(prompt_ids, self.limits.vocab_size)
+        self._check_length(len(prompt_ids))
+        self._check_token_ids(params)
+        return prompt_ids
+
+    def _check_length(self, num_tokens: int) -> None:
+        limits = self.limits
+        if num_tokens >= limits.max_model_len:
+            raise PromptError(
+                f"the prompt has {num_tokens} tokens, the model takes {limits.max_model_len} with the answer: "
+                "shorten it or raise max_model_len"
+            )
+        if num_tokens >= limits.capacity:
+            raise CapacityError(
+                f"the prompt has {num_tokens} tokens, the whole KV pool holds {limits.capacity} with the answer: "
+                "shorten it or raise num_blocks or kv_memory"
+            )
+
+    def _check_token_ids(self, params: SamplingParams) -> None:
+        size = self.limits.vocab_size
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            beyond = [token for token in getattr(params, name) or () if token >= size]
+            if beyond:
+                raise SamplingParamsError(
+                    f"{name} has token {beyond[0]}, the vocabulary has {size}: give ids below {size}"
+                )
+
+    def _add_sequences(self, request: EngineRequest, marks: tuple[Mark, ...]) -> None:
+        params, limits = request.params, self.limits
+        eos = () if params.ignore_eos else limits.eos_token_ids
+        num_prompt = len(request.prompt_token_ids)
+        max_total = min(num_prompt + params.max_tokens, limits.max_model_len, limits.capacity)
+        seed = self._random.getrandbits(64) if params.seed is None else params.seed
+        bad_words = self._bad_words_ids(params)
+        for index in range(params.n):
+            token_ids = list(request.prompt_token_ids)
+            request.sequences.append(
+                Sequence(
+                    request=request,
+                    index=index,
+                    token_ids=token_ids,
+                    blocks=self._cache.open(token_ids, marks),
+                    seed=seed if index == 0 else _mix(seed, index),
+                    max_total_tokens=max_total,
+                    order=(request.priority, self._arrivals, index),
+                    stop_ids=frozenset((*eos, *params.stop_token_ids)),
+                    banned_until_min=(*limits.eos_token_ids, *params.stop_token_ids),
+                    bad_words_ids=bad_words,
+                    wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
+                )
+            )
+
+    def _bad_words_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """A word's token ids at the start of a text and, since they differ there, after a space."""
+        spellings = [spelling for word in params.bad_words for spelling in (word, f" {word.lstrip()}")]
+        encoded = {tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in spellings}
+        return tuple(sorted(ids for ids in encoded if ids))
+
+
+def _mix(seed: int, index: int) -> int:
+    return xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, index))

@@ -1,0 +1,187 @@
+"""Which sequences run in the next step, and how many tokens of each. Plain Python: no torch.
+
+Continuous batching with chunked prefill, as in Orca (OSDI '22) and Sarathi-Serve (OSDI '24): every running decode gets its
+token, then prefills share what is left of the token budget, then waiting sequences are admitted into the rest. When blocks
+run out, the sequence that would be admitted last gives its blocks back and waits; the prefix cache makes its return cheap.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from operator import attrgetter
+
+from mlserve.cache.manager import CacheManager, Hit
+from mlserve.config import SchedulerConfig
+from mlserve.engine.sequence import Sequence
+from mlserve.model.plan import StepPlan, StepResult
+from mlserve.request import FinishReason
+
+__all__ = ["Scheduler"]
+
+_LOOKAHEAD = 16  # sequences that lack blocks and are passed over in one step, in search of one that fits
+_ORDER = attrgetter("order")
+_NO_HIT = Hit((), 0, 0)
+
+
+class Scheduler:
+    """Owns the waiting and the running sequences; asks the cache manager for blocks."""
+
+    def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
+        self.config = config
+        self.cache = cache
+        self.waiting: list[Sequence] = []  # sorted by order
+        self.running: list[Sequence] = []  # sorted by order; the last one is preempted first
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        insort(self.waiting, sequence, key=_ORDER)
+
+    def has_work(self) -> bool:
+        """Whether anything waits or runs."""
+        return bool(self.waiting or self.running)
+
+    def plan(self) -> StepPlan[Sequence]:
+        """Choose the next step. Takes blocks for it; changes nothing else that `commit` would have to undo."""
+        chosen: dict[Sequence, int] = {}
+        num_running = len(self.running)
+        budget = self._continue_running(chosen)
+        preempted = len(self.running) < num_running  # then blocks are short: admitting would only preempt again
+        if self.waiting and budget > 0 and not preempted:
+            self._admit_waiting(chosen, budget)
+        plan = StepPlan(list(chosen), list(chosen.values()))
+        plan.sampled = [
+            row
+            for row, (sequence, query_len) in enumerate(chosen.items())
+            if sequence.num_computed + query_len == len(sequence.token_ids) and sequence.params.max_tokens
+        ]
+        return plan
+
+    def commit(self, plan: StepPlan[Sequence], result: StepResult) -> None:
+        """Take a step's result over: name the blocks that were written, append tokens, end what has ended."""
+        block_size = self.cache.block_size
+        for row, query_len in enumerate(plan.query_lens):
+            sequence = plan.sequences[row]
+            if row in result.errors:
+                sequence.error = result.errors[row]
+                self.finish(sequence, FinishReason.ERROR)
+                continue
+            computed = sequence.num_computed
+            sequence.num_computed = computed + query_len
+            if computed // block_size != (computed + query_len) // block_size:
+                self.cache.commit(sequence.blocks, sequence.num_computed)
+            if sequence.wants_prompt_logprobs and sequence.has_prefilled:
+                sequence.wants_prompt_logprobs = False  # delivered; recomputation after a preemption needn't repeat them
+            token = result.token_ids.get(row)
+            if token is not None:
+                self._append(sequence, token)
+            elif sequence.num_computed == len(sequence.token_ids):  # max_tokens 0: only the prompt was wanted
+                self.finish(sequence, FinishReason.LENGTH)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """End a sequence, wherever it is, and give its blocks back. Ending it twice does nothing."""
+        if sequence.is_finished:
+            return
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+        for queue in (self.running, self.waiting):
+            at = bisect_left(queue, sequence.order, key=_ORDER)
+            if at < len(queue) and queue[at] is sequence:
+                del queue[at]
+        self.cache.release(sequence.blocks)
+
+    def _append(self, sequence: Sequence, token: int) -> None:
+        sequence.token_ids.append(token)
+        num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
+        if token in sequence.stop_ids and num_output >= sequence.params.min_tokens:
+            self.finish(sequence, FinishReason.STOP, token if token in sequence.params.stop_token_ids else None)
+        elif len(sequence.token_ids) >= sequence.max_total_tokens:
+            self.finish(sequence, FinishReason.LENGTH)
+
+    def _continue_running(self, chosen: dict[Sequence, int]) -> int:
+        """Decodes first, so that a long prefill never holds them up; then prefills. Returns what is left of the budget."""
+        budget = self.config.max_num_batched_tokens
+        block_size = self.cache.block_size
+        prefills = []
+        for sequence in list(self.running):
+            computed = sequence.num_computed
+            if len(sequence.token_ids) - computed > 1:
+                prefills.append(sequence)
+            elif computed < len(sequence.blocks.table) * block_size or self._grow(sequence, computed + 1, chosen):
+                chosen[sequence] = 1
+        budget -= len(chosen)
+        for sequence in prefills:
+            query_len = min(len(sequence.token_ids) - sequence.num_computed, budget)
+            if query_len > 0 and self._grow(sequence, sequence.num_computed + query_len, chosen):
+                chosen[sequence] = query_len
+                budget -= query_len
+        return budget
+
+    def _grow(self, sequence: Sequence, num_tokens: int, chosen: dict[Sequence, int]) -> bool:
+        """Make the sequence's table hold `num_tokens`, preempting from the end of the queue. False if it was itself
+        preempted (now or earlier in this plan)."""
+        while sequence.blocks.table and not self.cache.can_extend(sequence.blocks, num_tokens):
+            victim = self.running[-1]
+            chosen.pop(victim, None)
+            self._preempt(victim)
+        if not sequence.blocks.table:
+            return False
+        self.cache.extend(sequence.blocks, num_tokens)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.cache.release(sequence.blocks)
+        sequence.num_computed = 0
+        sequence.request.metrics.preemptions += 1
+        insort(self.waiting, sequence, key=_ORDER)
+
+    def _admit_waiting(self, chosen: dict[Sequence, int], budget: int) -> None:
+        """Admit in order. One that lacks blocks may be overtaken by later, smaller ones, but only `max_skips` times:
+        from then on everybody behind it waits, so that the pool drains until it fits."""
+        blocked: Sequence | None = None
+        num_blocked = 0
+        for sequence in list(self.waiting):
+            if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
+                return
+            if blocked is not None and blocked.overtaken >= self.config.max_skips:
+                return
+            if _waits_for_sibling(sequence):
+                continue
+            hit = self._find(sequence)
+            if not self.cache.can_admit(hit, len(sequence.token_ids)):
+                blocked = blocked or sequence
+                num_blocked += 1
+                if num_blocked > _LOOKAHEAD:
+                    return
+                continue
+            if blocked is not None:
+                blocked.overtaken += 1
+            query_len = min(len(sequence.token_ids) - hit.num_tokens, budget)
+            self._admit(sequence, hit, query_len)
+            chosen[sequence] = query_len
+            budget -= query_len
+
+    def _admit(self, sequence: Sequence, hit: Hit, query_len: int) -> None:
+        self.cache.admit(sequence.blocks, hit, hit.num_tokens + query_len)
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=_ORDER)
+        sequence.num_computed = hit.num_tokens
+        sequence.overtaken = 0
+        metrics = sequence.request.metrics
+        if sequence.index == 0 and not metrics.preemptions:
+            metrics.cached_tokens = hit.num_tokens
+
+    def _find(self, sequence: Sequence) -> Hit:
+        """What needn't be computed: a sibling's prompt blocks or a cached prefix. Prompt logprobs need every position."""
+        if sequence.wants_prompt_logprobs:
+            return _NO_HIT
+        for sibling in sequence.request.sequences:
+            if sibling is not sequence and sibling.blocks.table and sibling.has_prefilled:
+                return self.cache.find_sibling(sibling.blocks, sequence.blocks, sequence.num_prompt_tokens)
+        return self.cache.find(sequence.blocks)
+
+
+def _waits_for_sibling(sequence: Sequence) -> bool:
+    """The first of `n` sequences computes the prompt; the others share its blocks once it has."""
+    leader = sequence.request.sequences[0]
+    return leader is not sequence and not leader.is_finished and not leader.has_prefilled

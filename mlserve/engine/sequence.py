@@ -1,0 +1,73 @@
+"""A request inside the engine, and the `n` sequences it is answered with."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from mlserve.cache.manager import SequenceBlocks
+from mlserve.cache.marks import Mark
+from mlserve.request import FinishReason, RequestMetrics, SamplingParams
+
+__all__ = ["EngineRequest", "Sequence"]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One of a request's sequences: its tokens, its blocks, and how far it is.
+
+    token_ids:  [0 ... num_prompt_tokens) prompt | [num_prompt_tokens ...) output
+                [0 ... num_computed) KV is written | the rest is still to be computed
+    """
+
+    request: EngineRequest
+    index: int
+    token_ids: list[int]
+    blocks: SequenceBlocks
+    seed: int
+    max_total_tokens: int  # prompt plus output may not grow beyond this
+    order: tuple[int, int, int]  # (priority, arrival, index): lower goes first
+    params: SamplingParams = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    stop_ids: frozenset[int] = frozenset()  # tokens that end it
+    banned_until_min: tuple[int, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    wants_prompt_logprobs: bool = False
+    num_computed: int = 0
+    overtaken: int = 0  # how often a later sequence was admitted while this one waited for blocks
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.params = self.request.params
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def block_table(self) -> array[int]:
+        """Blocks that hold the tokens, in order."""
+        return self.blocks.table
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended, for whatever reason."""
+        return self.finish_reason is not None
+
+    @property
+    def has_prefilled(self) -> bool:
+        """Whether the whole prompt's KV is in its blocks."""
+        return self.num_computed >= self.num_prompt_tokens
+
+
+@dataclass(slots=True, eq=False)
+class EngineRequest:
+    """What was asked, as token ids and marks."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    metrics: RequestMetrics
+    prompt: str | None = None
+    marks: tuple[Mark, ...] = ()
+    priority: int = 0
+    sequences: list[Sequence] = field(default_factory=list)

@@ -1,0 +1,65 @@
+"""What one step is to do, and what came of it. Plain data, no torch: the scheduler writes a plan, the runner reads it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from mlserve.request import SamplingParams, TokenLogprob
+
+__all__ = ["PlannedSequence", "StepPlan", "StepResult"]
+
+
+class PlannedSequence(Protocol):
+    """What the runner must know of a sequence; the engine's `Sequence` is one.
+
+    token_ids:  [0 ... num_computed) KV is written | [num_computed, num_computed + query_len) this step | later
+    """
+
+    params: SamplingParams
+    token_ids: list[int]  # prompt, then output
+    num_prompt_tokens: int
+    num_computed: int  # tokens whose KV is written
+    wants_prompt_logprobs: bool
+    seed: int
+    banned_until_min: Sequence[int]
+    bad_words_ids: Sequence[tuple[int, ...]]
+
+    @property
+    def block_table(self) -> array[int]:
+        """Blocks that hold the tokens, in order."""
+        ...
+
+
+SequenceT = TypeVar("SequenceT", bound=PlannedSequence)
+
+
+@dataclass(slots=True)
+class StepPlan(Generic[SequenceT]):
+    """Sequences of one step, and how many tokens of each are computed."""
+
+    sequences: list[SequenceT] = field(default_factory=list)
+    query_lens: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)  # rows of `sequences` that get a token, in order
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed by this step."""
+        return sum(self.query_lens)
+
+    def only(self, row: int) -> StepPlan[SequenceT]:
+        """The same step for one row alone."""
+        sampled = [0] if row in self.sampled else []
+        return StepPlan([self.sequences[row]], [self.query_lens[row]], sampled)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the runner made of a plan. Keys are rows of `plan.sequences`."""
+
+    token_ids: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)  # rows that failed; they have no token

@@ -1,0 +1,103 @@
+"""Runs one planned step on the model: inputs, forward pass, logits, sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mlserve.kernels import kv_pool
+from mlserve.model.decoder import Decoder
+from mlserve.model.inputs import build_batch
+from mlserve.model.plan import SequenceT, StepPlan, StepResult
+from mlserve.model.sampler import Sampler, prompt_logprobs
+from mlserve.request import TokenLogprob
+
+__all__ = ["ModelRunner", "kv_bytes_per_block"]
+
+LOGIT_ROWS_AT_ONCE = 256  # prompt logprobs need [rows, vocabulary] float32: 256 rows of 150k tokens are 150 MB
+
+
+def kv_bytes_per_block(decoder: Decoder, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values of all layers."""
+    config = decoder.config
+    return config.num_layers * 2 * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+class ModelRunner:
+    """Owns the KV memory. The only part of the engine that touches tensors."""
+
+    def __init__(self, decoder: Decoder, num_blocks: int, block_size: int, kv_dtype: torch.dtype) -> None:
+        config = decoder.config
+        self.decoder = decoder
+        self.block_size = block_size
+        self.device = decoder.device
+        self.sampler = Sampler()
+        self.kv = kv_pool(
+            num_blocks, config.num_layers, block_size, config.num_kv_heads, config.head_dim, kv_dtype, self.device
+        )
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan[SequenceT]) -> StepResult:
+        """Compute the plan's tokens, write their KV, and sample where the plan says so.
+
+        Writes nothing but KV, and that to slots which no finished block shares, so a step can be run again.
+        """
+        spans = dict(_prompt_logprob_spans(plan))
+        ends = _row_ends(plan)
+        sampled_rows = [ends[row] - 1 for row in plan.sampled]
+        wanted = sorted({*sampled_rows, *(i for span in spans.values() for i in span)})
+        batch = build_batch(plan, wanted, self.block_size, self.device)
+        hidden = self.decoder.forward(batch, self.kv)  # [R, H]
+        result = StepResult()
+        at = {token_row: i for i, token_row in enumerate(wanted)}
+        for row, span in spans.items():
+            if span:
+                rows = hidden[at[span[0]] : at[span[-1]] + 1]  # a span's rows are consecutive
+                result.prompt_logprobs[row] = self._prompt_logprobs(plan, row, rows)
+        if sampled_rows:
+            chosen = hidden if len(wanted) == len(sampled_rows) else hidden[[at[i] for i in sampled_rows]]
+            self._sample(plan, chosen, result)
+        return result
+
+    def _sample(self, plan: StepPlan[SequenceT], hidden: Tensor, result: StepResult) -> None:
+        logits = self.decoder.logits(hidden)  # [R, V]
+        sampled = self.sampler.sample(logits, [plan.sequences[row] for row in plan.sampled])
+        for i, row in enumerate(plan.sampled):
+            if i in sampled.errors:
+                result.errors[row] = sampled.errors[i]
+                continue
+            result.token_ids[row] = sampled.token_ids[i]
+            logprob = sampled.logprobs[i]
+            if logprob is not None:
+                result.logprobs[row] = logprob
+
+    def _prompt_logprobs(self, plan: StepPlan[SequenceT], row: int, hidden: Tensor) -> list[TokenLogprob]:
+        sequence = plan.sequences[row]
+        first = sequence.num_computed + 1
+        targets = sequence.token_ids[first : first + len(hidden)]
+        top = sequence.params.prompt_logprobs or 0
+        found = []
+        for at in range(0, len(targets), LOGIT_ROWS_AT_ONCE):
+            logits = self.decoder.logits(hidden[at : at + LOGIT_ROWS_AT_ONCE])
+            found += prompt_logprobs(logits, targets[at : at + LOGIT_ROWS_AT_ONCE], top)
+        return found
+
+
+def _row_ends(plan: StepPlan[SequenceT]) -> list[int]:
+    ends, end = [], 0
+    for query_len in plan.query_lens:
+        end += query_len
+        ends.append(end)
+    return ends
+
+
+def _prompt_logprob_spans(plan: StepPlan[SequenceT]) -> Iterator[tuple[int, range]]:
+    """For each row that wants them: the step's token rows which predict a prompt token."""
+    end = 0
+    for row, (sequence, query_len) in enumerate(zip(plan.sequences, plan.query_lens, strict=True)):
+        start, end = end, end + query_len
+        if sequence.wants_prompt_logprobs:
+            predicting = min(query_len, sequence.num_prompt_tokens - 1 - sequence.num_computed)
+            yield row, range(start, start + max(predicting, 0))
