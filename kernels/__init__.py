@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 if __name__ != "mlserve.kernels":
-    raise ImportError(f"{__name__!r} is mlserve's own: import mlserve.kernels, and take the repository off sys.path")
+    raise ImportError(f"{__name__!r} is mlserve's own mlserve.kernels: keep the repository off sys.path (python -P)")
 
 __all__ = ["Activation", "Linear", "Ops", "PagedBatch"]
 

@@ -1,0 +1,58 @@
+# Needs Python 3.11 or later, a C++ compiler and make. Everything is installed into .venv.
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The first of these that runs and is new enough; `make run PYTHON=...` chooses another.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# All benchmarks, or with `make bench BENCH=...` one.
+BENCH ?= $(sort $(wildcard tests/bench/bench_*.py))
+
+# An extra of pyproject.toml is installed when it never was, or when pyproject.toml has changed since.
+installed = $(VENV)/.installed-$(1)
+# Which extras an extra brings with it.
+BROUGHT_demo := demo
+BROUGHT_test := demo test
+BROUGHT_dev := demo test dev
+
+.PHONY: run test quick check lint types bench clean distclean
+.NOTPARALLEL:
+
+run: $(call installed,demo)
+	$(BIN)/python examples/prefix_caching.py
+
+test: $(call installed,test)
+	$(BIN)/pytest -m "not gpu"
+
+# Without the tests that take more than ten seconds.
+quick: $(call installed,test)
+	$(BIN)/pytest -m "not gpu and not slow"
+
+check: lint types test
+
+lint: $(call installed,dev)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(call installed,dev)
+	$(BIN)/mypy
+
+bench: $(call installed,test)
+	@set -e; for bench in $(BENCH); do echo "$$bench"; $(BIN)/python $$bench; done
+
+# What was built and cached, but not the packages in .venv.
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
+
+$(VENV)/.installed-%: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[$*]'
+	touch $(foreach extra,$(BROUGHT_$*),$(call installed,$(extra)))
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { \
+	  echo "Python 3.11 or later was not found: install it, or name it with make PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
