@@ -28,6 +28,7 @@ from mlserve.request import (
     RequestMetrics,
     RequestOutput,
     SamplingParams,
+    StreamOutput,
     TokenLogprob,
 )
 
@@ -58,6 +59,7 @@ __all__ = [
     "SamplingParamsError",
     "SchedulerConfig",
     "StepError",
+    "StreamOutput",
     "TokenLogprob",
     "UnsupportedModelError",
 ]
