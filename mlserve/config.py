@@ -5,11 +5,15 @@ Options are checked when they are made and never changed afterwards.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mlserve.cache.hashing import BlockHash
 
 __all__ = ["CacheConfig", "DType", "EngineConfig", "ModelOptions", "Policy", "SchedulerConfig"]
 
@@ -40,15 +44,24 @@ def _require_positive(name: str, value: int | float | None) -> None:
         raise ConfigError(f"{name} is {value}: give a number above 0")
 
 
+def _coerce(owner: object, name: str, kind: type[StrEnum]) -> None:
+    value = getattr(owner, name)
+    if value not in list(kind):
+        raise ConfigError(f"{name} is {value!r}: give one of {', '.join(kind)}")
+    object.__setattr__(owner, name, kind(value))
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The KV pool and its prefix cache."""
 
     block_size: int = _option(16, "tokens in one KV block")
     enable_prefix_caching: bool = _option(True, "reuse the KV of equal prefixes")
-    block_hash: str = _option("xxh3_128", "hash that names blocks: xxh3_128 or sha256")
+    block_hash: str | BlockHash = _option("xxh3_128", "hash that names blocks: xxh3_128 or sha256")
     num_blocks: int | None = _option(None, "blocks in the pool; default: as many as kv_memory holds")
-    kv_memory: float = _option(1.0, "GiB of memory for the KV pool, if num_blocks isn't given")
+    kv_memory: float | None = _option(
+        None, "GiB for the KV pool if num_blocks isn't given; default: 1, or on a GPU 85 % of what is free"
+    )
 
     def __post_init__(self) -> None:
         _require_positive("block_size", self.block_size)
@@ -66,6 +79,7 @@ class SchedulerConfig:
     max_skips: int = _option(64, "how often later requests may overtake one that waits for KV blocks")
 
     def __post_init__(self) -> None:
+        _coerce(self, "policy", Policy)
         _require_positive("max_num_seqs", self.max_num_seqs)
         _require_positive("max_num_batched_tokens", self.max_num_batched_tokens)
         if self.max_skips < 0:
@@ -87,6 +101,10 @@ class ModelOptions:
     max_model_len: int | None = _option(None, "longest prompt plus output; default: what the model was made for")
     kernels: str = _option("auto", "auto, cpu (native) or reference (plain torch)")
 
+    def __post_init__(self) -> None:
+        _coerce(self, "dtype", DType)
+        _require_positive("max_model_len", self.max_model_len)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -95,3 +113,17 @@ class EngineConfig:
     model: ModelOptions = field(default_factory=ModelOptions)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Sort flat options (`block_size=8, dtype="bfloat16"`) into their parts. `ConfigError` for an unknown name."""
+        parts = {"model": ModelOptions, "cache": CacheConfig, "scheduler": SchedulerConfig}
+        built = {}
+        for name, part in parts.items():
+            known = {f.name for f in fields(part)}
+            built[name] = part(**{key: options.pop(key) for key in list(options) if key in known})
+        if options:
+            unknown = next(iter(options))
+            near = get_close_matches(unknown, [f.name for part in parts.values() for f in fields(part)], n=1)
+            raise ConfigError(f"there is no option {unknown!r}: " + (f"do you mean {near[0]!r}?" if near else "remove it"))
+        return cls(**built)

@@ -12,10 +12,11 @@ import xxhash
 
 from mlserve.cache.manager import CacheManager
 from mlserve.cache.marks import Mark, salt_mark
+from mlserve.config import Policy
 from mlserve.engine.prompt import validate_prompt_ids
 from mlserve.engine.sequence import EngineRequest, Sequence
 from mlserve.engine.tokenizer import Tokenizer
-from mlserve.errors import CapacityError, PromptError, SamplingParamsError
+from mlserve.errors import CapacityError, PromptError, RequestError, SamplingParamsError
 from mlserve.request import RequestMetrics, SamplingParams
 
 __all__ = ["Limits", "RequestFactory"]
@@ -34,8 +35,9 @@ class Limits:
 class RequestFactory:
     """Makes engine requests; numbers them in order of arrival."""
 
-    def __init__(self, tokenizer: Tokenizer, cache: CacheManager, limits: Limits) -> None:
+    def __init__(self, tokenizer: Tokenizer, cache: CacheManager, limits: Limits, policy: Policy) -> None:
         self.limits = limits
+        self._policy = policy
         self._tokenizer = tokenizer
         self._cache = cache
         self._arrivals = 0
@@ -54,7 +56,12 @@ class RequestFactory:
 
         Raises `PromptError`, `SamplingParamsError` or `CapacityError`; nothing is kept of a refused request.
         """
-        prompt_ids = self.check(prompt, params)
+        if priority and self._policy is not Policy.PRIORITY:
+            raise RequestError(f"priority is {priority}, but admission is {self._policy}: set policy='priority'")
+        prompt_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        validate_prompt_ids(prompt_ids, self.limits.vocab_size)
+        self._check_length(len(prompt_ids))
+        self._check_token_ids(params)
         marks = () if cache_salt is None else (salt_mark(cache_salt),)
         request = EngineRequest(
             request_id=request_id,
@@ -68,14 +75,6 @@ class RequestFactory:
         self._arrivals += 1
         self._add_sequences(request, marks)
         return request
-
-    def check(self, prompt: str | Seq[int], params: SamplingParams) -> list[int]:
-        """The prompt's token ids, once it and the parameters are found servable."""
-        prompt_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        validate_prompt_ids(prompt_ids, self.limits.vocab_size)
-        self._check_length(len(prompt_ids))
-        self._check_token_ids(params)
-        return prompt_ids
 
     def _check_length(self, num_tokens: int) -> None:
         limits = self.limits

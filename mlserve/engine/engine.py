@@ -42,15 +42,11 @@ class Engine:
         self.limits = limits
         self.scheduler = Scheduler(scheduler, cache)
         self._requests: dict[str, EngineRequest] = {}
-        self._factory = RequestFactory(tokenizer, cache, limits)
+        self._factory = RequestFactory(tokenizer, cache, limits, scheduler.policy)
         self._outputs = OutputProcessor(tokenizer, self.scheduler.finish)
         self._unsent: list[StreamOutput] = []  # outputs of requests that ended outside a step
 
-    def check(self, prompt: str | Seq[int], params: SamplingParams) -> list[int]:
-        """The prompt's token ids. Raises what `add` would raise, and keeps nothing."""
-        return self._factory.check(prompt, params)
-
-    def add(
+    def prepare(
         self,
         request_id: str,
         prompt: str | Seq[int],
@@ -58,18 +54,21 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> None:
-        """Queue a request. Raises a `RequestError` for one that can't be served; the engine is as before then.
+    ) -> EngineRequest:
+        """Tokenise and check a request, for `submit`. Raises a `RequestError` if it can't be served; keeps nothing.
 
-        priority: lower goes first; counts only under the priority policy.
+        priority: lower goes first; needs the priority policy.
         cache_salt: requests share cached KV only with requests of the same salt.
         """
-        if request_id in self._requests:
-            raise RequestError(f"request id {request_id!r} is in use: give every request its own")
-        request = self._factory.make(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
-        self._requests[request_id] = request
+        return self._factory.make(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a prepared request."""
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use: give every request its own")
+        self._requests[request.request_id] = request
         self._outputs.open(request)
-        if params.max_tokens == 0 and params.prompt_logprobs is None:
+        if request.params.max_tokens == 0 and request.params.prompt_logprobs is None:
             self._end(request, FinishReason.LENGTH)  # nothing to compute
             return
         for sequence in request.sequences:
@@ -125,15 +124,7 @@ class Engine:
         total = StepResult()
         for row in range(len(plan.sequences)):
             try:
-                result = self.runner.run(plan.only(row))
+                total.absorb(self.runner.run(plan.only(row)), row)
             except Exception as error:
                 total.errors[row] = f"the model raised {type(error).__name__} while it ran this request: {error}"
-                continue
-            for mine, its in (
-                (total.token_ids, result.token_ids),
-                (total.logprobs, result.logprobs),
-                (total.prompt_logprobs, result.prompt_logprobs),
-                (total.errors, result.errors),
-            ):
-                mine.update({row: value for value in its.values()})  # type: ignore[attr-defined]
         return total

@@ -63,3 +63,10 @@ class StepResult:
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)  # rows that failed; they have no token
+
+    def absorb(self, result: StepResult, row: int) -> None:
+        """Take over what came of `plan.only(row)`."""
+        self.token_ids.update((row, token) for token in result.token_ids.values())
+        self.logprobs.update((row, logprob) for logprob in result.logprobs.values())
+        self.prompt_logprobs.update((row, logprobs) for logprobs in result.prompt_logprobs.values())
+        self.errors.update((row, error) for error in result.errors.values())

@@ -1,0 +1,163 @@
+"""The engine behind many concurrent callers: one thread steps it, coroutines await its outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from mlserve.engine.engine import Engine
+from mlserve.errors import MlserveError, StepError
+from mlserve.request import SamplingParams, StreamOutput
+
+__all__ = ["AsyncEngine"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Listener:
+    """Where one request's outputs go: a queue that belongs to its caller's event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    outputs: asyncio.Queue[StreamOutput | Exception]
+
+    def send(self, item: StreamOutput | Exception) -> None:
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
+
+
+class AsyncEngine:
+    """Runs an `Engine` in a thread of its own. Everything that touches the engine happens there, in order.
+
+    Use as a context manager, or call `close()`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._listeners: dict[str, _Listener] = {}
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="mlserve-engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> AsyncEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort what runs, and end the thread."""
+        self._commands.put(self._stop)
+        self._thread.join()
+
+    async def stream(
+        self,
+        request_id: str,
+        prompt: str | Seq[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[StreamOutput]:
+        """Outputs of one request as they come. Leaving the loop early, or cancelling, aborts the request.
+
+        Raises a `RequestError` before the first output if the request can't be served.
+        """
+        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+
+        def add() -> None:
+            try:
+                engine = self._engine
+                engine.submit(engine.prepare(request_id, prompt, params, priority=priority, cache_salt=cache_salt))
+            except Exception as error:
+                listener.send(error)
+                return
+            self._listeners[request_id] = listener
+
+        self._commands.put(add)
+        done = False
+        try:
+            while not done:
+                item = await listener.outputs.get()
+                done = isinstance(item, Exception) or item.completed is not None
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            if not done:
+                self._commands.put(lambda: self._abort(request_id, listener))
+
+    async def call(self, action: Callable[[Engine], object]) -> object:
+        """Run `action(engine)` between two steps, in the engine's thread, and return what it returns."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[object] = loop.create_future()
+
+        def run() -> None:
+            try:
+                value = action(self._engine)
+            except Exception as error:
+                loop.call_soon_threadsafe(_settle, future, None, error)
+            else:
+                loop.call_soon_threadsafe(_settle, future, value, None)
+
+        self._commands.put(run)
+        return await future
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._take_commands(wait=not self._engine.has_work())
+            if not self._engine.has_work():
+                continue
+            try:
+                outputs = self._engine.step()
+            except Exception as error:  # a defect of ours: fail what is live rather than leave callers hanging
+                logger.exception("the engine's step raised outside the model")
+                self._fail_all(error)
+                continue
+            for output in outputs:
+                self._send(output)
+        self._fail_all(MlserveError("the engine was closed: requests that ran were aborted"))
+
+    def _take_commands(self, wait: bool) -> None:
+        if wait:
+            self._commands.get()()
+        while True:
+            try:
+                self._commands.get_nowait()()
+            except queue.Empty:
+                return
+
+    def _send(self, output: StreamOutput) -> None:
+        last = output.completed is not None
+        listener = self._listeners.pop(output.request_id, None) if last else self._listeners.get(output.request_id)
+        if listener is not None:
+            listener.send(output)
+
+    def _abort(self, request_id: str, listener: _Listener) -> None:
+        if self._listeners.get(request_id) is listener:
+            del self._listeners[request_id]
+            self._engine.abort(request_id)
+
+    def _fail_all(self, error: Exception) -> None:
+        for request_id, listener in list(self._listeners.items()):
+            self._engine.abort(request_id)
+            listener.send(error if isinstance(error, MlserveError) else StepError(f"the engine failed: {error}"))
+        self._listeners.clear()
+
+    def _stop(self) -> None:
+        self._closing = True
+
+
+def _settle(future: asyncio.Future[object], value: object, error: Exception | None) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(value)
