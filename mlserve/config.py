@@ -125,5 +125,7 @@ class EngineConfig:
         if options:
             unknown = next(iter(options))
             near = get_close_matches(unknown, [f.name for part in parts.values() for f in fields(part)], n=1)
-            raise ConfigError(f"there is no option {unknown!r}: " + (f"do you mean {near[0]!r}?" if near else "remove it"))
+            raise ConfigError(
+                f"there is no option {unknown!r}: " + (f"do you mean {near[0]!r}?" if near else "remove it")
+            )
         return cls(**built)

@@ -101,9 +101,7 @@ class LLM:
         """Answer one conversation or many, laid out by the model's chat template. Otherwise like `generate`."""
         conversations = [messages] if _is_conversation(messages) else list(messages)
         prompts = [render_chat(conversation, self.engine.tokenizer) for conversation in conversations]
-        return self.generate(
-            prompts, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress
-        )
+        return self.generate(prompts, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
 
     def stream(
         self,
@@ -130,9 +128,7 @@ class LLM:
         """Figures of the KV pool and of the prefix cache."""
         return self.engine.stats()
 
-    def _prepare(
-        self, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: str | None
-    ) -> EngineRequest:
+    def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: str | None) -> EngineRequest:
         return self.engine.prepare(f"llm-{next(self._ids)}", prompt, params, priority=priority, cache_salt=cache_salt)
 
     def _submit(self, request: EngineRequest) -> None:
@@ -186,7 +182,11 @@ class LLM:
 
 
 def _is_prompt(value: object) -> TypeGuard[Prompt]:
-    return isinstance(value, str) or not isinstance(value, Sequence) or all(not isinstance(v, str | Sequence) for v in value)
+    return (
+        isinstance(value, str)
+        or not isinstance(value, Sequence)
+        or all(not isinstance(v, str | Sequence) for v in value)
+    )
 
 
 def _is_conversation(value: object) -> TypeGuard[Sequence[Message]]:

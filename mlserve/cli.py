@@ -1,0 +1,138 @@
+"""The command line: `mlserve generate`, `mlserve chat`, `mlserve inspect`.
+
+Flags are made from the fields of the option dataclasses, so that a default and its help text stand in one place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, fields
+from enum import StrEnum
+from typing import Any
+
+from mlserve import __version__
+from mlserve.config import CacheConfig, EngineConfig, ModelOptions, SchedulerConfig
+from mlserve.errors import MlserveError
+from mlserve.request import SamplingParams
+
+__all__ = ["main"]
+
+# Sampling parameters that a flag can express; `n`, lists and mappings are for the SDK.
+SAMPLING_FLAGS = (
+    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed", "ignore_eos",
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0, or 1 after an error of ours, which is printed in one line."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        run: Callable[[argparse.Namespace], None] = options.run
+        run(options)
+    except MlserveError as error:
+        print(f"mlserve: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, EOFError):
+        print(file=sys.stderr)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mlserve", description="Many LoRA adapters and images on one base model.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="complete one or more prompts")
+    generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text, or - to read it from standard input")
+    generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser("chat", help="talk with the model in the terminal")
+    chat.add_argument("--system", metavar="TEXT", help="the system message")
+    chat.set_defaults(run=_chat)
+
+    inspect = commands.add_parser("inspect", help="what a model is, and how much of it fits in memory")
+    inspect.add_argument(
+        "model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="default: the embedded one"
+    )
+    inspect.set_defaults(run=_inspect)
+
+    for command in (generate, chat, inspect):
+        for part in (ModelOptions, CacheConfig, SchedulerConfig):
+            group = command.add_argument_group((part.__doc__ or part.__name__).strip().rstrip("."))
+            for option in fields(part):
+                if not (command is inspect and option.name == "model"):
+                    _add_flag(group, option)
+    for command in (generate, chat):
+        group = command.add_argument_group("Sampling")
+        for option in fields(SamplingParams):
+            if option.name in SAMPLING_FLAGS:
+                _add_flag(group, option)
+    return parser
+
+
+def _add_flag(group: argparse._ArgumentGroup, option: Field[Any]) -> None:
+    """A flag that leaves no trace unless given, so that the dataclass applies its own default."""
+    kind = _scalar_type(option)
+    help_text = option.metadata.get("help", "")
+    if "default" not in help_text and option.default not in (None, MISSING):
+        help_text = f"{help_text} (default: {option.default})".strip()
+    flag = f"--{option.name.replace('_', '-')}"
+    if kind is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text)
+    elif issubclass(kind, StrEnum):
+        group.add_argument(flag, choices=list(kind), default=argparse.SUPPRESS, help=help_text)
+    else:
+        group.add_argument(flag, type=kind, default=argparse.SUPPRESS, metavar=kind.__name__.upper(), help=help_text)
+
+
+def _scalar_type(option: Field[Any]) -> type:
+    """`int | None` -> int; `str | BlockHash` -> str: the first type that a flag can express."""
+    annotation = option.type
+    owner = next(c for c in (ModelOptions, CacheConfig, SchedulerConfig, SamplingParams) if option in fields(c))
+    names = {"BlockHash": types.NoneType}  # imported for type checkers only
+    resolved = typing.get_type_hints(owner, localns=names)[option.name] if isinstance(annotation, str) else annotation
+    choices = typing.get_args(resolved) or (resolved,)
+    return next(choice for choice in choices if choice is not types.NoneType)
+
+
+def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
+    names = {option.name for part in (ModelOptions, CacheConfig, SchedulerConfig) for option in fields(part)}
+    return {name: value for name, value in vars(options).items() if name in names}
+
+
+def _sampling(options: argparse.Namespace, **defaults: Any) -> SamplingParams:
+    given = {name: value for name, value in vars(options).items() if name in SAMPLING_FLAGS}
+    return SamplingParams(**{**defaults, **given})
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from mlserve.llm import LLM
+
+    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in options.prompts]
+    params = _sampling(options)
+    for output in LLM(**_engine_options(options)).generate(prompts, params):
+        if len(prompts) > 1:
+            print(f"--- {output.prompt}")
+        print(output.outputs[0].text)
+
+
+def _chat(options: argparse.Namespace) -> None:
+    from mlserve.terminal import converse
+
+    converse(_engine_options(options), _sampling(options, max_tokens=512), options.system)
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from mlserve.inspection import describe
+
+    print(describe(EngineConfig.from_options(**_engine_options(options))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
