@@ -66,7 +66,7 @@ class CacheStats:
 
 
 class CacheManager:
-    """Keeps the block tables of all sequences over one pool. Without a hasher, prefix caching is off: no block is named.
+    """Keeps the block tables of all sequences over one pool. Without a hasher prefix caching is off: no block is named.
 
     Misuse (acting without asking, or out of turn) raises `RuntimeError` and changes nothing.
     """
@@ -94,15 +94,15 @@ class CacheManager:
         if self.hasher is None:
             return Hit((), 0, 0)
         self.hasher.extend(seq.keys, seq.contents, seq.token_ids, seq.marks)
-        block_ids = []
-        parent = self.hasher.root
+        block_ids: list[int] = []
+        parent = 0
         limit = (len(seq.token_ids) - 1) // self.block_size
         for key, content in zip(seq.keys[:limit], seq.contents, strict=False):
             block_id = self.pool.lookup(key, parent, content)
             if block_id is None:
                 break
             block_ids.append(block_id)
-            parent = key
+            parent = block_id
         return self._hit(block_ids)
 
     def find_sibling(self, source: SequenceBlocks, target: SequenceBlocks, num_tokens: int) -> Hit:
@@ -176,6 +176,14 @@ class CacheManager:
         seq.can_publish = False
         self._admitted.discard(seq)
 
+    def missing_key(self, seq: SequenceBlocks, hit: Hit) -> BlockKey | None:
+        """The name of the first full block that `hit`, just found, lacks."""
+        return seq.keys[len(hit.block_ids)] if len(hit.block_ids) < len(seq.keys) else None
+
+    def upcoming_key(self, seq: SequenceBlocks) -> BlockKey | None:
+        """The name that an admitted sequence's next block will get once it is written, if its tokens are known."""
+        return seq.keys[seq.num_published] if seq.can_publish and seq.num_published < len(seq.keys) else None
+
     def reset(self) -> bool:
         """Forget all cached prefixes. Running sequences go on, but nothing they have computed or will compute on top of
         it is hit by others. Returns whether the pool is empty now."""
@@ -199,7 +207,7 @@ class CacheManager:
 
     def check(self) -> None:
         """Assert every invariant of the pool and of all tables. Slow: for tests."""
-        self.pool.check([seq.table for seq in self._admitted], self.hasher.root if self.hasher else None)
+        self.pool.check([seq.table for seq in self._admitted])
         for seq in self._admitted:
             named = [self.pool.key_of(block_id) for block_id in seq.table[: seq.num_published]]
             assert named == seq.keys[: seq.num_published], "a published block doesn't bear its name"
@@ -211,7 +219,7 @@ class CacheManager:
         self.hasher.extend(seq.keys, seq.contents, seq.token_ids, seq.marks)
         for at in range(seq.num_published, num_full):
             block_id = seq.table[at]
-            parent = seq.keys[at - 1] if at else self.hasher.root
+            parent = seq.table[at - 1] if at else 0
             bearer = self.pool.publish(block_id, seq.keys[at], parent, seq.contents[at])
             if bearer is None:
                 seq.can_publish = False

@@ -139,7 +139,13 @@ class Scheduler:
 
     def _admit_waiting(self, chosen: dict[Sequence, int], budget: int) -> None:
         """Admit in order. One that lacks blocks may be overtaken by later, smaller ones, but only `max_skips` times:
-        from then on everybody behind it waits, so that the pool drains until it fits."""
+        from then on everybody behind it waits, so that the pool drains until it fits.
+
+        One whose next block is just being written by a prefill waits for it: it will hit that block, so that requests
+        which arrive together compute what they share once.
+        """
+        being_written = {self.cache.upcoming_key(s.blocks) for s, query_len in chosen.items() if query_len > 1}
+        being_written.discard(None)
         blocked: Sequence | None = None
         num_blocked = 0
         for sequence in list(self.waiting):
@@ -150,6 +156,8 @@ class Scheduler:
             if _waits_for_sibling(sequence):
                 continue
             hit = self._find(sequence)
+            if hit is not _NO_HIT and self.cache.missing_key(sequence.blocks, hit) in being_written:
+                continue
             if not self.cache.can_admit(hit, len(sequence.token_ids)):
                 blocked = blocked or sequence
                 num_blocked += 1
@@ -162,6 +170,8 @@ class Scheduler:
             self._admit(sequence, hit, query_len)
             chosen[sequence] = query_len
             budget -= query_len
+            being_written.add(self.cache.upcoming_key(sequence.blocks))
+            being_written.discard(None)
 
     def _admit(self, sequence: Sequence, hit: Hit, query_len: int) -> None:
         self.cache.admit(sequence.blocks, hit, hit.num_tokens + query_len)

@@ -14,15 +14,9 @@ from mlserve.model.plan import SequenceT, StepPlan, StepResult
 from mlserve.model.sampler import Sampler, prompt_logprobs
 from mlserve.request import TokenLogprob
 
-__all__ = ["ModelRunner", "kv_bytes_per_block"]
+__all__ = ["ModelRunner"]
 
 LOGIT_ROWS_AT_ONCE = 256  # prompt logprobs need [rows, vocabulary] float32: 256 rows of 150k tokens are 150 MB
-
-
-def kv_bytes_per_block(decoder: Decoder, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of all layers."""
-    config = decoder.config
-    return config.num_layers * 2 * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 class ModelRunner:

@@ -133,7 +133,7 @@ def test_abort_frees_at_any_time(tokenizer: Tokenizer) -> None:
     reasons = [(o.request_id, o.finish_reason) for o in step(engine)]
     assert reasons == [("waits", FinishReason.ABORT)] * 2 + [("runs", FinishReason.ABORT)]
     assert not engine.has_work()
-    assert engine.stats().referenced_blocks == 0
+    assert engine.stats().num_referenced == 0
     assert len(engine._outputs) == 0
 
 

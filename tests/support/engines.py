@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from mlserve.cache.block_pool import BlockPool
-from mlserve.cache.hashing import BlockHasher, block_hash
+from mlserve.cache.hashing import BlockHasher, get_block_hash
 from mlserve.cache.manager import CacheManager
 from mlserve.config import SchedulerConfig
 from mlserve.engine.admission import Limits
@@ -19,7 +19,7 @@ MAX_STEPS = 10_000
 
 def make_cache(num_blocks: int = 64, block_size: int = 4, caching: bool = True) -> CacheManager:
     """A pool of `num_blocks` usable blocks."""
-    hasher = BlockHasher(block_hash("xxh3_128"), hashlib.sha256(b"model").digest(), "float32", block_size)
+    hasher = BlockHasher(get_block_hash("xxh3_128"), hashlib.sha256(b"model").digest(), "float32", block_size)
     return CacheManager(BlockPool(num_blocks + 1), hasher if caching else None, block_size)
 
 
@@ -63,7 +63,7 @@ def run(engine: Engine) -> dict[str, RequestOutput]:
             if output.completed is not None:
                 completed[output.request_id] = output.completed
     assert not engine.has_work(), "the engine did not come to rest"
-    assert engine.stats().referenced_blocks == 0
+    assert engine.stats().num_referenced == 0
     return completed
 
 
