@@ -22,10 +22,11 @@ __all__ = ["BlockPool"]
 class BlockPool:
     """Blocks 1 to `num_blocks` - 1. Block 0 is never handed out: tables may be padded with it.
 
-    A block's name is its key, its parent's key and its content. A lookup goes by key and is confirmed by the other two,
-    so a collision of keys costs a miss. For this to hold along whole prefixes callers look blocks up from the first on
-    and stop at a miss, and they publish a block only if its parent in the same table bears its name. A parent is then
-    never evicted before its children, so all children found under a key belong to the block that bears that key.
+    A block's name is its key, its content, and its parent: the block before it in its table, 0 for a first block. A
+    lookup goes by key and is confirmed by the other two, so a collision of keys costs a miss. The parent is a block and
+    not a key, because keys that collide can't confirm each other. This holds along whole prefixes as long as callers
+    look blocks up from the first on, stop at a miss, and publish a block only if its parent bears its name: a parent
+    then keeps its name until all its children have lost theirs.
 
     Misuse raises `RuntimeError`: releasing a block more often than it was shared, or taking more than there is.
     """
@@ -40,7 +41,7 @@ class BlockPool:
         self._block_of: dict[BlockKey, int] = {}
         self._references = [0] * num_blocks
         self._keys: list[BlockKey | None] = [None] * num_blocks
-        self._parents: list[BlockKey | None] = [None] * num_blocks
+        self._parents = [0] * num_blocks
         self._contents: list[bytes | None] = [None] * num_blocks
 
     @property
@@ -98,14 +99,14 @@ class BlockPool:
                 else:
                     self._free.add_named(block_id)
 
-    def lookup(self, key: BlockKey, parent: BlockKey, content: bytes) -> int | None:
+    def lookup(self, key: BlockKey, parent: int, content: bytes) -> int | None:
         """The block of that name, or None. Takes no reference and isn't a use."""
         block_id = self._block_of.get(key)
         if block_id is None or self._contents[block_id] != content or self._parents[block_id] != parent:
             return None
         return block_id
 
-    def publish(self, block_id: int, key: BlockKey, parent: BlockKey, content: bytes) -> int | None:
+    def publish(self, block_id: int, key: BlockKey, parent: int, content: bytes) -> int | None:
         """Name a referenced block, whose KV is now written. Returns the block that bears the name.
 
         That is another block if the name is taken: the caller swaps to it and releases its own, so that equal names
@@ -146,10 +147,10 @@ class BlockPool:
         key = self._keys[block_id]
         assert key is not None
         del self._block_of[key]
-        self._keys[block_id] = self._parents[block_id] = self._contents[block_id] = None
+        self._keys[block_id] = self._contents[block_id] = None
 
-    def check(self, tables: Iterable[Sequence[int]], root: BlockKey | None) -> None:
-        """Assert every invariant, given all tables, and the key that first blocks have as parent. Slow: for tests."""
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Assert every invariant, given all tables. Slow: for tests."""
         free = self.free_ids()
         referenced = {block_id for block_id, count in enumerate(self._references) if count}
         assert sorted([*free, *referenced]) == list(range(1, self.num_blocks)), "a block is lost, double or block 0"
@@ -162,9 +163,8 @@ class BlockPool:
         place = {block_id: at for at, block_id in enumerate(named_free)}
         for block_id in bearers.values():
             parent = self._parents[block_id]
-            if parent != root:
-                above = self._block_of.get(parent) if parent is not None else None
-                assert above is not None, f"the parent of cached block {block_id} isn't cached"
-                assert self._references[above] >= self._references[block_id], "a table lacks its block's parent"
-                if above in place:
-                    assert place[block_id] < place[above], "a block would be evicted before its children"
+            if parent:
+                assert self._keys[parent] is not None, f"block {block_id} is cached, its parent {parent} isn't"
+                assert self._references[parent] >= self._references[block_id], "a table lacks its block's parent"
+                if parent in place:
+                    assert place[block_id] < place[parent], "a block would be evicted before its children"
