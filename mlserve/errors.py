@@ -13,7 +13,8 @@
     ├── StepError                   a request failed while the model ran; the engine goes on
     └── KernelBuildError            the native CPU kernels could not be built
 
-A message states the fact, the value and the remedy: "prompt has 600 tokens, limit 512: shorten it or raise max_model_len".
+A message states the fact, the value and the remedy:
+"prompt has 600 tokens, limit 512: shorten it or raise max_model_len".
 """
 
 from __future__ import annotations

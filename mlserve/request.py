@@ -36,7 +36,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. The defaults are those of the OpenAI API, except `temperature=0` (greedy) and `max_tokens`.
+    """How tokens are chosen. Defaults are those of the OpenAI API, except `temperature=0` (greedy) and `max_tokens`.
 
     Raises `SamplingParamsError` for values out of range and for contradictions.
     """
@@ -101,7 +101,9 @@ def _check_ranges(p: SamplingParams) -> None:
     finite_from_0 = _is_finite(p.temperature) and p.temperature >= 0
     _require(finite_from_0, "temperature", p.temperature, "a finite number, 0 (greedy) or more")
     _require(_is_finite(p.top_p) and 0 < p.top_p <= 1, "top_p", p.top_p, "a number above 0, at most 1")
-    _require(p.top_k is None or (_is_int(p.top_k) and p.top_k >= 1), "top_k", p.top_k, "an integer from 1, or None for all")
+    _require(
+        p.top_k is None or (_is_int(p.top_k) and p.top_k >= 1), "top_k", p.top_k, "an integer from 1, or None for all"
+    )
     _require(_is_finite(p.min_p) and 0 <= p.min_p <= 1, "min_p", p.min_p, "a number from 0 to 1")
     positive = _is_finite(p.repetition_penalty) and p.repetition_penalty > 0
     _require(positive, "repetition_penalty", p.repetition_penalty, "a finite number above 0")
