@@ -60,10 +60,9 @@ def read_header(path: str | Path) -> GGUFHeader:
     path = Path(path)
     if not path.is_file():
         raise ModelNotFoundError(f"there is no file {str(path)!r}: give the path of a GGUF file")
-    if path.stat().st_size < 24:
-        raise CorruptWeightsError(
-            f"{str(path)!r} has {path.stat().st_size} bytes, too few for a GGUF file: fetch it again"
-        )
+    size = path.stat().st_size
+    if size < MIN_SIZE:
+        raise CorruptWeightsError(f"{str(path)!r} has {size} bytes, too few for a GGUF file: fetch it again")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         _check_start(data, path)
         try:
