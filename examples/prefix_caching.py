@@ -13,7 +13,7 @@ JOBS = ["baker", "pilot", "nurse", "farmer", "tailor", "singer", "lawyer"]
 
 
 def table_of_people() -> str:
-    """A Markdown table of sixty people; ages and jobs follow a fixed rule, so every run asks about the same document."""
+    """A Markdown table of sixty people. Ages and jobs follow a fixed rule: every run asks about the same document."""
     rows = ["| Name | Age | Job |", "|---|---|---|"]
     for i in range(len(FIRST) * len(LAST)):
         name = f"{FIRST[i % len(FIRST)]} {LAST[i // len(FIRST)]}"
@@ -25,7 +25,7 @@ def ask(llm: LLM, name: str) -> float:
     """Ask for a person's age; print the answer; return the seconds to its first token."""
     conversation = [
         {"role": "system", "content": f"Answer from this table.\n\n{table_of_people()}"},
-        {"role": "user", "content": f"How old is {name}? Look {name} up in the table and answer in one short sentence."},
+        {"role": "user", "content": f"How old is {name}? Answer in one short sentence."},
     ]
     start = time.perf_counter()
     output = llm.chat(conversation, SamplingParams(max_tokens=24))[0]

@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypedDict, TypeGuard, Unpack
+from typing import Any, TypedDict, TypeGuard, Unpack, cast
 
 from tqdm import tqdm
 
@@ -27,7 +27,7 @@ PROGRESS_FROM = 8  # prompts in one call from which a progress bar is worth a li
 
 
 class Options(TypedDict, total=False):
-    """Options of `LLM`. Their meanings and defaults stand in `mlserve.config`; `mlserve generate --help` prints them."""
+    """Options of `LLM`. Meanings and defaults stand in `mlserve.config`; `mlserve generate --help` prints them."""
 
     dtype: str
     device: str
@@ -73,14 +73,14 @@ class LLM:
         cache_salt: str | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many (texts, or lists of token ids), as one batch. Outputs stand in the prompts' order.
+        """Complete one prompt or many (texts, or lists of token ids) as one batch. Outputs stand in the prompts' order.
 
         sampling_params: one for all, or one for each prompt.
         progress: show a progress bar; by default for long batches on a terminal.
         Raises `RequestError` before anything runs if any prompt can't be served. A request that fails while it runs
         doesn't disturb the others: its `finish_reason` is `error`, and `error` says why.
         """
-        batch = [prompts] if _is_prompt(prompts) else list(prompts)
+        batch: list[Prompt] = [prompts] if _is_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
         requests = []
         for i, (prompt, params) in enumerate(zip(batch, _one_each(sampling_params, len(batch)), strict=True)):
             try:
@@ -115,7 +115,7 @@ class LLM:
 
         Several streams may be read in turn: each step of the engine serves all of them.
         """
-        given = render_chat(prompt, self.engine.tokenizer) if _is_conversation(prompt) else prompt
+        given = render_chat(prompt, self.engine.tokenizer) if _is_conversation(prompt) else cast(Prompt, prompt)
         request = self._prepare(given, sampling_params or SamplingParams(), priority, cache_salt)
         self._submit(request)
         return self._read(request.request_id)
@@ -181,12 +181,8 @@ class LLM:
         return len(completed) - before
 
 
-def _is_prompt(value: object) -> TypeGuard[Prompt]:
-    return (
-        isinstance(value, str)
-        or not isinstance(value, Sequence)
-        or all(not isinstance(v, str | Sequence) for v in value)
-    )
+def _is_prompt(value: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
+    return isinstance(value, str) or not any(isinstance(part, str | Sequence) for part in value)
 
 
 def _is_conversation(value: object) -> TypeGuard[Sequence[Message]]:

@@ -120,7 +120,7 @@ class Engine:
             return self._run_apart(plan)
 
     def _run_apart(self, plan: StepPlan[Sequence]) -> StepResult:
-        """Each row alone: those that raise again fail, the others get their tokens. Rows write the same KV as before."""
+        """Each row alone: those that raise again fail, the others get their tokens. They write the same KV as before."""
         total = StepResult()
         for row in range(len(plan.sequences)):
             try:

@@ -1,8 +1,9 @@
 """Which sequences run in the next step, and how many tokens of each. Plain Python: no torch.
 
-Continuous batching with chunked prefill, as in Orca (OSDI '22) and Sarathi-Serve (OSDI '24): every running decode gets its
-token, then prefills share what is left of the token budget, then waiting sequences are admitted into the rest. When blocks
-run out, the sequence that would be admitted last gives its blocks back and waits; the prefix cache makes its return cheap.
+Continuous batching with chunked prefill, as in Orca (OSDI '22) and Sarathi-Serve (OSDI '24): every running decode gets
+its token, then prefills share what is left of the token budget, then waiting sequences are admitted into the rest. When
+blocks run out, the sequence that would be admitted last gives its blocks back and waits; the prefix cache makes its
+return cheap.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Scheduler:
             self.finish(sequence, FinishReason.LENGTH)
 
     def _continue_running(self, chosen: dict[Sequence, int]) -> int:
-        """Decodes first, so that a long prefill never holds them up; then prefills. Returns what is left of the budget."""
+        """Decodes first, so that no long prefill holds them up; then prefills. Returns what is left of the budget."""
         budget = self.config.max_num_batched_tokens
         block_size = self.cache.block_size
         prefills = []
@@ -184,7 +185,7 @@ class Scheduler:
             metrics.cached_tokens = hit.num_tokens
 
     def _find(self, sequence: Sequence) -> Hit:
-        """What needn't be computed: a sibling's prompt blocks or a cached prefix. Prompt logprobs need every position."""
+        """What needn't be computed: a sibling's prompt or a cached prefix. Prompt logprobs need every position."""
         if sequence.wants_prompt_logprobs:
             return _NO_HIT
         for sibling in sequence.request.sequences:

@@ -1,4 +1,4 @@
-"""What one step is to do, and what came of it. Plain data, no torch: the scheduler writes a plan, the runner reads it."""
+"""What one step is to do, and what came of it. Plain data, no torch: the scheduler writes it, the runner reads it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,45 @@ class PlannedSequence(Protocol):
     token_ids:  [0 ... num_computed) KV is written | [num_computed, num_computed + query_len) this step | later
     """
 
-    params: SamplingParams
-    token_ids: list[int]  # prompt, then output
-    num_prompt_tokens: int
-    num_computed: int  # tokens whose KV is written
-    wants_prompt_logprobs: bool
-    seed: int
-    banned_until_min: Sequence[int]
-    bad_words_ids: Sequence[tuple[int, ...]]
+    @property
+    def params(self) -> SamplingParams:
+        """How its tokens are chosen."""
+        ...
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt, then output."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Where the output begins."""
+        ...
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose KV is written."""
+        ...
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logprobs of its prompt are still to be delivered."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """64 bits, its own also among siblings."""
+        ...
+
+    @property
+    def banned_until_min(self) -> Sequence[int]:
+        """Tokens that may not come before `min_tokens` others have."""
+        ...
+
+    @property
+    def bad_words_ids(self) -> Sequence[tuple[int, ...]]:
+        """Token sequences that may not come."""
+        ...
 
     @property
     def block_table(self) -> array[int]:

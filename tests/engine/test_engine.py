@@ -9,6 +9,7 @@ from engines import generate, make_engine, run, step, submit
 from fakes import ContextRunner, CountingRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mlserve.engine.engine import Engine
 from mlserve.engine.tokenizer import Tokenizer
 from mlserve.errors import CapacityError, PromptError, RequestError, SamplingParamsError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 from mlserve.cache.block_pool import BlockPool
 from mlserve.cache.hashing import BlockHasher, get_block_hash

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xxhash
+
 from mlserve.model.plan import SequenceT, StepPlan, StepResult
 
 

@@ -1,0 +1,72 @@
+"""Puts an engine together from its options."""
+
+from __future__ import annotations
+
+import torch
+
+from mlserve.cache.block_pool import BlockPool
+from mlserve.cache.hashing import BlockHasher
+from mlserve.cache.manager import CacheManager
+from mlserve.config import CacheConfig, DType, EngineConfig
+from mlserve.engine.admission import Limits
+from mlserve.engine.engine import Engine
+from mlserve.engine.tokenizer import load_tokenizer
+from mlserve.errors import ConfigError
+from mlserve.model.config import DecoderConfig
+from mlserve.model.loader import TORCH_DTYPES, load_model
+from mlserve.model.runner import ModelRunner
+
+__all__ = ["build_engine", "kv_dtype", "num_blocks"]
+
+GIB = 2**30
+CPU_KV_GIB = 1.0
+CUDA_KV_SHARE = 0.85  # of what is free once the weights are loaded; the rest is for activations
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Load the model and its tokenizer, allocate the KV pool once, and wire the parts.
+
+    Raises `ModelError` or `ConfigError`.
+    """
+    model = load_model(config.model)
+    cache_config, device = config.cache, model.decoder.device
+    dtype = kv_dtype(config.model.dtype, device)
+    blocks = num_blocks(cache_config, model.config, dtype, device)
+    hasher = None
+    if cache_config.enable_prefix_caching:
+        hasher = BlockHasher(cache_config.block_hash, model.digest, str(dtype), cache_config.block_size)
+    cache = CacheManager(BlockPool(blocks + 1), hasher, cache_config.block_size)  # block 0 is never handed out
+    runner = ModelRunner(model.decoder, blocks + 1, cache_config.block_size, dtype)
+    limits = Limits(
+        vocab_size=model.config.vocab_size,
+        max_model_len=model.max_model_len,
+        capacity=blocks * cache_config.block_size,
+        eos_token_ids=model.eos_token_ids,
+    )
+    return Engine(runner, load_tokenizer(model.path), cache, config.scheduler, limits)
+
+
+def kv_dtype(weights: DType, device: torch.device) -> torch.dtype:
+    """KV is kept in the dtype of the arithmetic: float32 on a CPU, that of the weights on a GPU."""
+    return torch.float32 if device.type == "cpu" else TORCH_DTYPES[weights]
+
+
+def num_blocks(config: CacheConfig, model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Blocks of the pool: what was asked for, or what fits in the memory budget. Raises `ConfigError` if none fits."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    if config.kv_memory is not None:
+        budget = config.kv_memory * GIB
+    elif device.type == "cuda":
+        budget = CUDA_KV_SHARE * torch.cuda.mem_get_info(device)[0]
+    else:
+        budget = CPU_KV_GIB * GIB
+    per_block = model.kv_bytes_per_token(dtype) * config.block_size
+    fitting = int(budget // per_block)
+    if fitting < 1:
+        raise ConfigError(
+            f"a KV block takes {per_block / 2**20:.1f} MiB, the budget is {budget / 2**20:.1f} MiB: raise kv_memory or "
+            "lower block_size"
+        )
+    return fitting
+
