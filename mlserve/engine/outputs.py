@@ -41,9 +41,7 @@ class OutputProcessor:
             prompt_logprobs=None if request.params.prompt_logprobs is None else [None],
         )
         for sequence in request.sequences:
-            self._detokenizers[sequence] = IncrementalDetokenizer(
-                self._tokenizer, request.prompt_token_ids, request.params
-            )
+            self._detokenizers[sequence] = IncrementalDetokenizer(self._tokenizer, request.params)
 
     def process(self, plan: StepPlan[Sequence], result: StepResult) -> list[StreamOutput]:
         """Outputs of a step that the scheduler has committed."""
