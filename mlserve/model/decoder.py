@@ -1,0 +1,107 @@
+"""The decoder: one forward pass over all tokens of a step, for every family of models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mlserve.kernels import Linear, Ops
+from mlserve.model.config import DecoderConfig
+from mlserve.model.inputs import ForwardBatch
+from mlserve.model.rope import rotation
+
+__all__ = ["Decoder", "DecoderWeights", "LayerWeights"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. Projections that read the same input are one matrix, the parts one below the other."""
+
+    attention_norm: Tensor  # [H] float32, as all norms
+    qkv_proj: Linear  # [(Hq + 2 * Hk) * D, H]
+    o_proj: Linear  # [H, Hq * D]
+    mlp_norm: Tensor  # [H]
+    gate_up_proj: Linear  # [2 * I, H]
+    down_proj: Linear  # [H, I]
+    q_norm: Tensor | None = None  # [D]
+    k_norm: Tensor | None = None  # [D]
+    post_attention_norm: Tensor | None = None  # [H]
+    post_mlp_norm: Tensor | None = None  # [H]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """All weights of a decoder, on its device."""
+
+    embedding: Linear  # [V, H]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor  # [H]
+    lm_head: Linear  # [V, H]; the embedding itself if the two are tied
+
+
+class Decoder:
+    """Runs a model that `config` describes. Holds weights and nothing of any request."""
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, ops: Ops) -> None:
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self.device = weights.norm.device
+        self._frequencies = [torch.tensor(rope.frequencies, device=self.device) for rope in config.ropes]
+
+    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+        """Compute all tokens of a step and write their KV: `[R, H]`, the hidden states of `batch.logit_rows`.
+
+        `kv: [blocks, layers, 2, block_size, Hk, D]`. The final norm is left to `logits`. Once the last layer's keys and
+        values are written, nothing depends on rows without logits: they stop there.
+        """
+        ops, config, paged, rows = self.ops, self.config, batch.paged, batch.logit_rows
+        eps, heads = config.norm_eps, (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        rotations = self._rotations(batch.positions)
+        residual = ops.embedding(batch.token_ids, self.weights.embedding)  # [T, H]
+        if config.embedding_multiplier != 1.0:
+            residual *= config.embedding_multiplier
+        x = ops.rms_norm(residual, self.weights.layers[0].attention_norm, eps)
+        last = config.num_layers - 1
+
+        for i, (layer, kind, layer_kv) in enumerate(zip(self.weights.layers, config.layers, kv.unbind(1), strict=True)):
+            if i > 0:
+                x = ops.add_rms_norm(x, residual, layer.attention_norm, eps)
+            qkv = ops.linear(x, layer.qkv_proj)  # [T, (Hq + 2 * Hk) * D]
+            q, k, v = qkv.view(len(qkv), -1, config.head_dim).split_with_sizes(heads, 1)  # views: [T, heads, D]
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q, k = ops.rms_norm(q, layer.q_norm, eps), ops.rms_norm(k, layer.k_norm, eps)
+            ops.rope_(q, k, *rotations[kind.rope])
+            ops.kv_write(k, v, layer_kv, paged.slot_mapping)
+            if i == last and len(rows) == 0:
+                return residual[:0]
+            x = ops.paged_attention(
+                q, layer_kv, paged, scale=config.attention_scale, window=kind.window, soft_cap=config.attention_soft_cap
+            )  # [T, Hq * D]
+            if i == last and len(rows) < len(x):
+                x, residual = x[rows], residual[rows]
+            x = ops.linear(x, layer.o_proj)
+            if layer.post_attention_norm is not None:
+                x = ops.rms_norm(x, layer.post_attention_norm, eps)
+            x = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
+            x = ops.gated_activation(ops.linear(x, layer.gate_up_proj), config.activation)  # [T, I]
+            x = ops.linear(x, layer.down_proj)
+            if layer.post_mlp_norm is not None:
+                x = ops.rms_norm(x, layer.post_mlp_norm, eps)
+        return residual.add_(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token: `hidden: [R, H]` from `forward` `-> [R, V]` float32."""
+        x = self.ops.rms_norm(hidden, self.weights.norm, self.config.norm_eps)
+        logits = self.ops.linear(x, self.weights.lm_head).float()
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Cosine and sine of the step's tokens, `[T, D / 2]` each, once for all layers of a kind."""
+        return [
+            rotation(positions, frequencies, rope.attention_factor)
+            for frequencies, rope in zip(self._frequencies, self.config.ropes, strict=True)
+        ]
