@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before anything imports transformers. Tests never ask a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,6 +20,9 @@ os.environ["PYTHONSAFEPATH"] = "1"
 
 import pytest  # noqa: E402  (after sys.path is right)
 import torch  # noqa: E402
+
+if TYPE_CHECKING:
+    from mlserve.engine.tokenizer import Tokenizer
 
 
 def pytest_configure() -> None:
@@ -45,3 +49,11 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import write_tiny
 
     return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_model_dir: Path) -> Tokenizer:
+    """The byte-level tokenizer of TINY."""
+    from mlserve.engine.tokenizer import load_tokenizer
+
+    return load_tokenizer(tiny_model_dir)
