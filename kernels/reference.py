@@ -71,8 +71,8 @@ class ReferenceOps:
         cos, sin = cos[:, None, :], sin[:, None, :]  # [T, 1, R / 2]: the same for all heads
         for heads in (q, k):
             a, b = heads[..., :half].float(), heads[..., half : 2 * half].float()
-            heads[..., :half] = a * cos - b * sin
-            heads[..., half : 2 * half] = b * cos + a * sin
+            rotated_a, rotated_b = a * cos - b * sin, b * cos + a * sin  # before writing: a and b may be views of heads
+            heads[..., :half], heads[..., half : 2 * half] = rotated_a, rotated_b
 
     def kv_write(self, k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
         """`kv[slot // block_size, (0 | 1), slot % block_size] = (k | v)[t]` with `slot = slot_mapping[t]`."""
