@@ -11,7 +11,8 @@ are fixed or written down, so no two different chains feed H the same bytes.
 from __future__ import annotations
 
 import hashlib
-import struct
+import sys
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
@@ -128,7 +129,10 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
         strange = next(token for token in token_ids if type(token) is not int)
         raise PromptError(f"token id {strange!r} is of type {type(strange).__name__}: give token ids as int")
     try:
-        return struct.pack(f"<{len(token_ids)}I", *token_ids)
-    except struct.error:
+        packed = array("I", token_ids)
+    except OverflowError:
         beyond = next(token for token in token_ids if not 0 <= token < 2**32)
         raise PromptError(f"token id {beyond} is out of range: give ids from 0 to {2**32 - 1}") from None
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()

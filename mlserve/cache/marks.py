@@ -88,6 +88,11 @@ def encode_runs(
     Blocks without marks are in no run and cost nothing. Where no mark starts or ends, entries are made once for the
     whole run; only offsets in media advance with the blocks.
     """
+    if last - first == 1 and marks:  # decoding: one block at a time
+        encoding = encode_marks(marks, first, block_size)
+        if encoding:
+            yield first, last, [encoding]
+        return
     to_come = sorted(marks, key=lambda mark: mark.start, reverse=True)
     active: list[Mark] = []
     for begin, end in pairwise(_bounds(marks, first, last, block_size)):

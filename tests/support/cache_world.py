@@ -1,8 +1,8 @@
 """Drives a `CacheManager` as a scheduler would, by random operations, and watches everything.
 
 Each block has a simulated memory. Whoever computes a token writes down which prefix that token ends, and whoever reads
-checks that each position holds the KV of its own prefix; so a wrong hit, a block that is written while others read it, and a
-block that is named before it is written all show, whatever the cache believes of itself.
+checks that each position holds the KV of its own prefix. So a wrong hit, a block that is written while others read it,
+and a block that is named before it is written all show, whatever the cache believes of itself.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from radix_oracle import RadixOracle
+
 from mlserve.cache.block_pool import BlockPool
 from mlserve.cache.hashing import BlockHash, BlockHasher, BlockKey
 from mlserve.cache.manager import CacheManager, Hit, SequenceBlocks
 from mlserve.cache.marks import Mark, MarkKind, salt_mark
-from radix_oracle import RadixOracle
 
 BLOCK_SIZE = 4
 MARKS: tuple[tuple[Mark, ...], ...] = (
@@ -193,7 +194,9 @@ class CacheWorld:
         slots = [table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(computed)]
         prefixes = self._token_prefixes(seq)[:computed]
         for at in range(seq.num_computed, computed):
-            assert sum(table[at // BLOCK_SIZE] in other.blocks.table for other in self.running) == 1, "shared, yet written"
+            assert sum(table[at // BLOCK_SIZE] in other.blocks.table for other in self.running) == 1, (
+                "shared, yet written"
+            )
             self.memory[slots[at]] = prefixes[at]
         assert [self.memory.get(slot) for slot in slots] == prefixes, "a table holds another prefix's KV"
 
@@ -219,5 +222,7 @@ def what_acts(marks: Sequence[Mark], at: int) -> frozenset[tuple[object, ...]]:
     for mark in marks:
         if mark.start <= at and (mark.end is None or at < mark.end):
             is_medium = mark.kind in (MarkKind.IMAGE, MarkKind.EMBEDS)
-            found.add((mark.kind, mark.digest, (at - mark.start, mark.end and mark.end - mark.start) if is_medium else ()))
+            found.add(
+                (mark.kind, mark.digest, (at - mark.start, mark.end and mark.end - mark.start) if is_medium else ())
+            )
     return frozenset(found)

@@ -1,6 +1,6 @@
 """A slow, plain model of a KV cache kept as a radix tree with leaf-LRU eviction. The block pool is held to it.
 
-Nodes are pages of one block each. Every release touches all nodes on its path. When a page is needed and no page is blank,
+Nodes are pages of one block each. Every release touches all nodes on its path. When a page is needed and none is blank,
 the leaf that nobody references and that was touched least recently goes. There are no block ids, keys or queues here: a
 prefix is named by an integer that the caller gives each distinct prefix, and everything is found by searching.
 """
