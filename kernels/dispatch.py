@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+import logging
+from enum import StrEnum
+
 import torch
 
-from mlserve.errors import ConfigError
+from mlserve.errors import ConfigError, KernelBuildError
 from mlserve.kernels import Ops
 from mlserve.kernels.reference import ReferenceOps
 
-__all__ = ["select"]
+__all__ = ["Kernels", "select"]
+
+logger = logging.getLogger(__name__)
+
+
+class Kernels(StrEnum):
+    """What a user may ask for."""
+
+    AUTO = "auto"  # the fastest that works on the device
+    CPU = "cpu"  # native CPU operations, or an error
+    REFERENCE = "reference"  # plain torch
 
 
 def select(device: torch.device, kernels: str = "auto") -> Ops:
-    """The operations for `device`."""
-    if kernels not in ("auto", "reference"):
-        raise ConfigError(f"kernels is {kernels!r}: use one of auto, reference")
+    """The operations for `device`.
+
+    Raises ConfigError if `kernels` isn't a member of `Kernels` or doesn't fit the device, and KernelBuildError if it is
+    "cpu" and the native operations can't be built. With "auto" a failed build is logged and plain torch takes over.
+    """
+    if kernels not in list(Kernels):
+        raise ConfigError(f"kernels is {kernels!r}: use one of {', '.join(Kernels)}")
+    on_cpu = device.type == "cpu"
+    match Kernels(kernels):
+        case Kernels.CPU if not on_cpu:
+            raise ConfigError(f"kernels is 'cpu' and the device {device}: use kernels='auto' or device='cpu'")
+        case Kernels.CPU:
+            return _native_cpu()
+        case Kernels.AUTO if on_cpu:
+            try:
+                return _native_cpu()
+            except KernelBuildError as error:
+                logger.warning("%s. Falling back to plain torch, which decodes some 4 times slower", error)
     return ReferenceOps()
+
+
+def _native_cpu() -> Ops:
+    from mlserve.kernels.cpu.ops import CpuOps
+
+    return CpuOps()

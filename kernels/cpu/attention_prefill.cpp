@@ -1,0 +1,201 @@
+// Attention of a tile of queries: the rows (query, head of the group) meet tiles of keys that are laid out as panels, so
+// that both products run in the kernel of panels.h.
+#include <algorithm>
+#include <cmath>
+
+#include "attention.h"
+#include "panels.h"
+
+namespace mlserve {
+namespace {
+
+constexpr int64_t kVecsPerPanel = kPanelColumns / kLanes;
+
+inline void transpose8(Vec (&r)[8]) {
+  Vec t[8], u[8];
+  for (int i = 0; i < 4; ++i) {
+    t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 2; ++i) {
+    u[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+    u[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+    u[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+    u[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+    r[i + 4] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+  }
+}
+
+// Keys as panels [key / 16][head_dim][16]. Of an odd last half panel the other half keeps what it held: those scores
+// are never looked at.
+template <class T>
+void pack_keys(const T* const* keys, int64_t count, int64_t offset, int64_t head_dim, float* panels) {
+  for (int64_t j = 0; j < count; j += kLanes) {
+    float* panel = panels + j / kPanelColumns * head_dim * kPanelColumns + j % kPanelColumns;
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      Vec block[8];
+      for (int i = 0; i < 8; ++i) block[i] = load(keys[j + i] + offset + d);
+      transpose8(block);
+      for (int i = 0; i < 8; ++i) store(panel + (d + i) * kPanelColumns, block[i]);
+    }
+  }
+}
+
+// Values as panels [head_dim / 16][kKeyTile][16]. If head_dim is an odd multiple of 8 the last panel's other half stays
+// as it is: it only meets the padding of the output's rows.
+template <class T>
+void pack_values(const T* const* keys, int64_t count, int64_t offset, int64_t head_dim, float* panels) {
+  for (int64_t d = 0; d < head_dim; d += kLanes) {
+    float* panel = panels + d / kPanelColumns * kKeyTile * kPanelColumns + d % kPanelColumns;
+    for (int64_t j = 0; j < count; ++j) store(panel + j * kPanelColumns, load(keys[j] + offset + d));
+  }
+}
+
+// The keys of a tile that one row may see: [begin, end), relative to the tile.
+struct Visible {
+  int64_t begin, end;
+};
+
+class QueryTile {
+ public:
+  QueryTile(const AttentionTask& task, const AttentionOptions& options, int64_t head_dim, SoftmaxState state)
+      : task_(task), options_(options), state_(state), head_dim_(head_dim),
+        width_(divide_up(head_dim, kPanelColumns) * kPanelColumns), rows_(task.rows()) {
+    q_ = thread_scratch(rows_ * (head_dim_ + kKeyTile) + kKeyTile * (head_dim_ + width_));
+    scores_ = q_ + rows_ * head_dim_;
+    keys_ = scores_ + rows_ * kKeyTile;
+    values_ = keys_ + kKeyTile * head_dim_;
+  }
+
+  void load_queries(Heads q) {
+    for (int64_t r = 0; r < rows_; ++r) {
+      const float* row = q.data + (task_.first_query + r / task_.heads) * q.token_stride +
+                         (task_.first_head + r % task_.heads) * q.head_stride;
+      for (int64_t d = 0; d < head_dim_; d += kLanes) {
+        store(q_ + r * head_dim_ + d, _mm256_mul_ps(load(row + d), splat(options_.scale)));
+      }
+    }
+  }
+
+  template <class T>
+  void attend(const T* const* keys, int64_t first_key, int64_t count, int64_t key_offset, int64_t value_offset) {
+    pack_keys(keys, count, key_offset, head_dim_, keys_);
+    pack_values(keys, count, value_offset, head_dim_, values_);
+    score(first_key, count);
+    for (int64_t r = 0; r < rows_; ++r) softmax(r, visible(r, first_key, count), count);
+    add_values(first_key, count);
+  }
+
+ private:
+  Visible visible(int64_t row, int64_t first_key, int64_t count) const {
+    const int64_t position = task_.first_position + row / task_.heads;
+    const int64_t begin = position < options_.window ? 0 : position - options_.window + 1;
+    return {std::max<int64_t>(begin - first_key, 0), std::min(position + 1 - first_key, count)};
+  }
+
+  // scores = q @ keys, but for the rows that come before a panel's first key
+  void score(int64_t first_key, int64_t count) {
+    for (int64_t j = 0; j < count; j += kPanelColumns) {
+      const int64_t hidden_queries = std::max<int64_t>(first_key + j - task_.first_position, 0);
+      for (int64_t r = hidden_queries * task_.heads; r < rows_; r += kTileRows) {
+        const float* panel = keys_ + j * head_dim_;
+        multiply_tile(std::min<int64_t>(kTileRows, rows_ - r),
+                      TileArgs<float>{.x = q_ + r * head_dim_,
+                                      .x_stride = head_dim_,
+                                      .panel = panel,
+                                      .depth = head_dim_,
+                                      .start = kZeroColumns,
+                                      .start_stride = 0,
+                                      .y = scores_ + r * kKeyTile + j,
+                                      .y_stride = kKeyTile,
+                                      .prefetch = {reinterpret_cast<const char*>(panel), 0}});
+      }
+    }
+  }
+
+  // Turns a row's scores into weights, 0 where it may not look, and rescales its sums to the new peak.
+  void softmax(int64_t row, Visible seen, int64_t count) {
+    float* scores = scores_ + row * kKeyTile;
+    const int64_t padded = divide_up(count, kLanes) * kLanes;
+    if (seen.end <= seen.begin) {
+      std::fill(scores, scores + padded, 0.0f);
+      return;
+    }
+    if (options_.has_soft_cap) cap(scores, padded);
+    std::fill(scores, scores + seen.begin, -INFINITY);
+    std::fill(scores + seen.end, scores + padded, -INFINITY);
+    float& peak = state_.peak[row];
+    Vec highest = splat(peak);
+    for (int64_t j = 0; j < padded; j += kLanes) highest = _mm256_max_ps(highest, load(scores + j));
+    const float new_peak = max(highest);
+    Vec sums = zero();
+    for (int64_t j = 0; j < padded; j += kLanes) {
+      const Vec weight = exp(_mm256_sub_ps(load(scores + j), splat(new_peak)));
+      store(scores + j, weight);
+      sums = _mm256_add_ps(sums, weight);
+    }
+    if (new_peak != peak) {
+      const float scale = std::exp(peak - new_peak);
+      float* out = state_.out + row * width_;
+      for (int64_t d = 0; d < width_; d += kLanes) store(out + d, _mm256_mul_ps(load(out + d), splat(scale)));
+      state_.total[row] *= scale;
+      peak = new_peak;
+    }
+    state_.total[row] += sum(sums);
+  }
+
+  void cap(float* scores, int64_t count) const {
+    const Vec cap = splat(options_.soft_cap), inverse = splat(1.0f / options_.soft_cap);
+    for (int64_t j = 0; j < count; j += kLanes) {
+      store(scores + j, _mm256_mul_ps(cap, tanh(_mm256_mul_ps(load(scores + j), inverse))));
+    }
+  }
+
+  // out += weights @ values; a tile of rows stops at the last key that its last row sees
+  void add_values(int64_t first_key, int64_t count) {
+    for (int64_t d = 0; d < width_; d += kPanelColumns) {
+      const float* panel = values_ + d * kKeyTile;
+      for (int64_t r = 0; r < rows_; r += kTileRows) {
+        const int64_t rows = std::min<int64_t>(kTileRows, rows_ - r);
+        float* out = state_.out + r * width_ + d;
+        multiply_tile(rows, TileArgs<float>{.x = scores_ + r * kKeyTile,
+                                            .x_stride = kKeyTile,
+                                            .panel = panel,
+                                            .depth = std::max<int64_t>(visible(r + rows - 1, first_key, count).end, 0),
+                                            .start = out,
+                                            .start_stride = width_,
+                                            .y = out,
+                                            .y_stride = width_,
+                                            .prefetch = {reinterpret_cast<const char*>(panel), 0}});
+      }
+    }
+  }
+
+  const AttentionTask& task_;
+  const AttentionOptions& options_;
+  SoftmaxState state_;
+  int64_t head_dim_, width_, rows_;
+  float *q_, *scores_, *keys_, *values_;  // thread scratch
+};
+
+}  // namespace
+
+void attend_prefill(const AttentionTask& task, Heads q, const PagedKV& kv, const AttentionOptions& options,
+                    SoftmaxState state) {
+  QueryTile tile(task, options, kv.head_dim, state);
+  tile.load_queries(q);
+  const int64_t key_offset = task.first_head / task.heads * kv.head_stride;
+  with_type(kv.dtype, [&](auto type) {
+    const decltype(type)* keys[kKeyTile];
+    for (int64_t key = task.first_key; key < task.end_key; key += kKeyTile) {
+      const int64_t count = std::min(kKeyTile, task.end_key - key);
+      find_keys(kv, task.blocks, key, count, keys);
+      tile.attend(keys, key, count, key_offset, key_offset + kv.value_offset);
+    }
+  });
+}
+
+}  // namespace mlserve

@@ -1,0 +1,119 @@
+// Norms, rotary embedding and gated activations: one pass over float32 rows.
+#include <cmath>
+
+#include "kernels.h"
+#include "parallel.h"
+
+namespace mlserve {
+namespace {
+
+// Numbers below which one thread is sooner done than two are woken.
+constexpr int64_t kSerialWork = 16 << 10;
+// Rows of one task, so that a task is worth handing out.
+int64_t rows_per_task(int64_t width) { return std::max<int64_t>(1, (4 << 10) / std::max<int64_t>(width, 1)); }
+
+template <class Row>
+void for_rows(int64_t rows, int64_t width, const Row& row) {
+  const int64_t step = rows_per_task(width);
+  parallel_for((rows + step - 1) / step, rows * width > kSerialWork, [&](int64_t task) {
+    for (int64_t r = task * step; r < std::min(rows, (task + 1) * step); ++r) row(r);
+  });
+}
+
+// y[i] = f(a[i], b[i])
+template <class A, class B, class F>
+inline void map2(const A* a, const B* b, float* y, int64_t width, const F& f) {
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) store(y + i, f(load(a + i), load(b + i)));
+  if (i < width) {
+    store_partial(y + i, f(load_partial(a + i, width - i), load_partial(b + i, width - i)), width - i);
+  }
+}
+
+float mean_of_squares(const float* x, int64_t width) {
+  Vec even = zero(), odd = zero();
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= width; i += 2 * kLanes) {
+    const Vec a = load(x + i), b = load(x + i + kLanes);
+    even = fma(a, a, even);
+    odd = fma(b, b, odd);
+  }
+  for (; i < width; i += kLanes) {
+    const Vec a = i + kLanes <= width ? load(x + i) : load_partial(x + i, width - i);
+    even = fma(a, a, even);
+  }
+  return sum(_mm256_add_ps(even, odd)) / static_cast<float>(width);
+}
+
+template <class T>
+void normalise(const float* x, int64_t width, const T* weight, float eps, float* y) {
+  const Vec scale = splat(1.0f / std::sqrt(mean_of_squares(x, width) + eps));
+  map2(x, weight, y, width, [&](Vec a, Vec w) { return _mm256_mul_ps(_mm256_mul_ps(a, scale), w); });
+}
+
+template <class Gate>
+void gated(ConstRows gate_up, int64_t width, float* y, const Gate& gate) {
+  for_rows(gate_up.rows, width, [&](int64_t r) {
+    const float* row = gate_up.data + r * gate_up.stride;
+    map2(row, row + width, y + r * width, width, [&](Vec g, Vec up) { return _mm256_mul_ps(gate(g), up); });
+  });
+}
+
+}  // namespace
+
+void rms_norm(ConstRows x, int64_t width, DType dtype, const void* weight, float eps, float* y) {
+  with_type(dtype, [&](auto type) {
+    const auto* w = static_cast<const decltype(type)*>(weight);
+    for_rows(x.rows, width, [&](int64_t r) { normalise(x.data + r * x.stride, width, w, eps, y + r * width); });
+  });
+}
+
+void add_rms_norm(ConstRows x, float* residual, int64_t width, DType dtype, const void* weight, float eps, float* y) {
+  with_type(dtype, [&](auto type) {
+    const auto* w = static_cast<const decltype(type)*>(weight);
+    for_rows(x.rows, width, [&](int64_t r) {
+      float* sum_row = residual + r * width;
+      map2(x.data + r * x.stride, sum_row, sum_row, width, [](Vec a, Vec b) { return _mm256_add_ps(a, b); });
+      normalise(sum_row, width, w, eps, y + r * width);
+    });
+  });
+}
+
+void rope(Heads x, const float* cos, const float* sin, int64_t half) {
+  for_rows(x.tokens, x.heads * half, [&](int64_t t) {
+    for (int64_t h = 0; h < x.heads; ++h) {
+      float* a = x.data + t * x.token_stride + h * x.head_stride;
+      float* b = a + half;
+      for (int64_t i = 0; i < half; i += kLanes) {
+        const int64_t n = std::min<int64_t>(kLanes, half - i);
+        const bool whole = n == kLanes;
+        const auto get = [&](const float* p) { return whole ? load(p) : load_partial(p, n); };
+        const Vec c = get(cos + t * half + i), s = get(sin + t * half + i), u = get(a + i), v = get(b + i);
+        const Vec rotated_a = _mm256_fmsub_ps(u, c, _mm256_mul_ps(v, s));
+        const Vec rotated_b = fma(v, c, _mm256_mul_ps(u, s));
+        if (whole) {
+          store(a + i, rotated_a);
+          store(b + i, rotated_b);
+        } else {
+          store_partial(a + i, rotated_a, n);
+          store_partial(b + i, rotated_b, n);
+        }
+      }
+    }
+  });
+}
+
+void gated_silu(ConstRows gate_up, int64_t width, float* y) {
+  gated(gate_up, width, y, [](Vec x) { return _mm256_mul_ps(x, sigmoid(x)); });
+}
+
+// 0.5 x (1 + tanh(u)) = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+void gated_gelu_tanh(ConstRows gate_up, int64_t width, float* y) {
+  gated(gate_up, width, y, [](Vec x) {
+    const Vec cubic = fma(_mm256_mul_ps(x, x), splat(0.044715f), splat(1.0f));
+    const Vec u2 = _mm256_mul_ps(_mm256_mul_ps(x, cubic), splat(1.5957691216f));
+    return _mm256_mul_ps(x, sigmoid(u2));
+  });
+}
+
+}  // namespace mlserve

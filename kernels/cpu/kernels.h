@@ -1,0 +1,99 @@
+// What the Python binding calls. Plain pointers and strides (in elements), so that only the binding needs torch's headers.
+// Activations are float32. Callers have checked shapes, strides and ids.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <memory>
+
+#include "simd.h"
+
+namespace mlserve {
+
+enum class DType { kFloat32, kBFloat16, kFloat16 };
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline int64_t item_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// Calls f with a value of the storage type, for its type only.
+template <class F>
+inline auto with_type(DType dtype, const F& f) {
+  switch (dtype) {
+    case DType::kBFloat16: return f(BFloat16{});
+    case DType::kFloat16: return f(Float16{});
+    default: return f(float{});
+  }
+}
+
+struct ConstRows {
+  const float* data;
+  int64_t rows;
+  int64_t stride;
+};
+
+// --- linear.cpp
+
+// Memory in 2 MB pages, handed out piece by piece: weights are read once a step, front to back, and with 4 kB pages
+// address translation costs 13 % of that speed. A chunk is freed with the last weight in it.
+class WeightArena {
+ public:
+  std::shared_ptr<void> allocate(std::size_t bytes);
+
+ private:
+  std::shared_ptr<char> chunk_;
+  std::size_t used_ = 0, size_ = 0;
+};
+
+// A weight [out, in] as panels [ceil(out / 16)][in][16] (see panels.h), the last one padded with zeros.
+struct PackedLinear {
+  DType dtype;
+  int64_t out_features, in_features;
+  std::shared_ptr<void> panels;
+  std::shared_ptr<void> bias;  // float32, padded like the panels; null if there is none
+};
+
+PackedLinear pack_linear(WeightArena& arena, DType dtype, const void* weight, int64_t out, int64_t in,
+                         const float* bias);
+void linear(ConstRows x, const PackedLinear& weight, float* y);
+void embedding(const int64_t* ids, int64_t count, const PackedLinear& table, float* y);
+
+// --- elementwise.cpp
+
+void rms_norm(ConstRows x, int64_t width, DType dtype, const void* weight, float eps, float* y);
+void add_rms_norm(ConstRows x, float* residual, int64_t width, DType dtype, const void* weight, float eps, float* y);
+
+struct Heads {  // [tokens, heads, head_dim], the last dimension dense
+  float* data;
+  int64_t tokens, heads, token_stride, head_stride;
+};
+void rope(Heads x, const float* cos, const float* sin, int64_t half);
+
+void gated_silu(ConstRows gate_up, int64_t width, float* y);
+void gated_gelu_tanh(ConstRows gate_up, int64_t width, float* y);
+
+// --- kv_cache.cpp, attention.cpp
+
+struct PagedKV {  // one layer: [blocks, 2, block_size, kv_heads, head_dim], the last dimension dense
+  DType dtype;
+  void* data;
+  int64_t block_size, kv_heads, head_dim;
+  int64_t block_stride, value_offset, token_stride, head_stride;
+};
+void kv_write(Heads k, Heads v, const PagedKV& kv, const int64_t* slots);
+
+struct Sequences {  // see PagedBatch in mlserve.kernels
+  int64_t count;
+  const int32_t *query_starts, *context_lens, *block_table, *block_starts;
+};
+struct AttentionOptions {
+  float scale;
+  int64_t window = std::numeric_limits<int64_t>::max();
+  float soft_cap = 0;  // used if has_soft_cap
+  bool has_soft_cap = false;
+};
+void paged_attention(Heads q, const PagedKV& kv, const Sequences& sequences, const AttentionOptions& options,
+                     float* out);
+
+}  // namespace mlserve

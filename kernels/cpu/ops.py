@@ -1,0 +1,81 @@
+"""The native CPU operations under the signatures of `mlserve.kernels.Ops`."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import Tensor
+
+from mlserve.kernels import Activation, Linear, PagedBatch
+from mlserve.kernels.cpu.build import load_extension
+
+__all__ = ["CpuOps"]
+
+
+class CpuOps:
+    """C++ with AVX2, on torch's threads. Weights and KV in float32, bfloat16 or float16; arithmetic in float32.
+
+    `pack_linear` lays the weight out anew in memory of its own: drop the original, or it is held twice. A row's result
+    doesn't depend, to the bit, on which other rows or sequences share a call. Head sizes are multiples of 8.
+    """
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        """Raises KernelBuildError if the operations can't be built here."""
+        self._native: ModuleType = load_extension()
+        self._arena = self._native.Arena()  # the memory of this model's weights
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        packed: Linear = self._arena.pack(weight, bias)
+        return packed
+
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
+        y: Tensor = self._native.linear(x, weight)
+        return y
+
+    def embedding(self, ids: Tensor, table: Linear) -> Tensor:
+        y: Tensor = self._native.embedding(ids, table)
+        return y
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y: Tensor = self._native.rms_norm(x, weight, eps)
+        return y
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y: Tensor = self._native.add_rms_norm(x, residual, weight, eps)
+        return y
+
+    def rope_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        self._native.rope_(q, k, cos, sin)
+
+    def kv_write(self, k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
+        self._native.kv_write(k, v, kv, slot_mapping)
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        out: Tensor = self._native.paged_attention(
+            q,
+            kv,
+            batch.query_starts,
+            batch.context_lens,
+            batch.block_table,
+            batch.block_starts,
+            scale,
+            window,
+            soft_cap,
+        )
+        return out
+
+    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        gated = self._native.gated_silu if activation is Activation.SILU else self._native.gated_gelu_tanh
+        y: Tensor = gated(gate_up)
+        return y
