@@ -7,13 +7,13 @@ import torch
 from mlserve.cache.block_pool import BlockPool
 from mlserve.cache.hashing import BlockHasher
 from mlserve.cache.manager import CacheManager
-from mlserve.config import CacheConfig, DType, EngineConfig
+from mlserve.config import CacheConfig, EngineConfig
 from mlserve.engine.admission import Limits
 from mlserve.engine.engine import Engine
 from mlserve.engine.tokenizer import load_tokenizer
 from mlserve.errors import ConfigError
 from mlserve.model.config import DecoderConfig
-from mlserve.model.loader import TORCH_DTYPES, load_model
+from mlserve.model.loader import LoadedModel, load_model
 from mlserve.model.runner import ModelRunner
 
 __all__ = ["build_engine", "kv_dtype", "num_blocks"]
@@ -30,7 +30,7 @@ def build_engine(config: EngineConfig) -> Engine:
     """
     model = load_model(config.model)
     cache_config, device = config.cache, model.decoder.device
-    dtype = kv_dtype(config.model.dtype, device)
+    dtype = kv_dtype(model)
     blocks = num_blocks(cache_config, model.config, dtype, device)
     hasher = None
     if cache_config.enable_prefix_caching:
@@ -39,16 +39,16 @@ def build_engine(config: EngineConfig) -> Engine:
     runner = ModelRunner(model.decoder, blocks + 1, cache_config.block_size, dtype)
     limits = Limits(
         vocab_size=model.config.vocab_size,
-        max_model_len=model.max_model_len,
+        max_model_len=_max_model_len(config.model.max_model_len, model.config),
         capacity=blocks * cache_config.block_size,
         eos_token_ids=model.eos_token_ids,
     )
-    return Engine(runner, load_tokenizer(model.path), cache, config.scheduler, limits)
+    return Engine(runner, load_tokenizer(model.tokenizer_source), cache, config.scheduler, limits)
 
 
-def kv_dtype(weights: DType, device: torch.device) -> torch.dtype:
+def kv_dtype(model: LoadedModel) -> torch.dtype:
     """KV is kept in the dtype of the arithmetic: float32 on a CPU, that of the weights on a GPU."""
-    return torch.float32 if device.type == "cpu" else TORCH_DTYPES[weights]
+    return torch.float32 if model.decoder.device.type == "cpu" else model.dtype
 
 
 def num_blocks(config: CacheConfig, model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> int:
@@ -70,3 +70,13 @@ def num_blocks(config: CacheConfig, model: DecoderConfig, dtype: torch.dtype, de
         )
     return fitting
 
+
+
+def _max_model_len(wanted: int | None, model: DecoderConfig) -> int:
+    if wanted is not None and wanted > model.max_positions:
+        scalings = ", ".join(sorted({rope.scaling for rope in model.ropes}))
+        raise ConfigError(
+            f"max_model_len is {wanted}, but with rope scaling {scalings} the model serves {model.max_positions} "
+            "positions: lower max_model_len"
+        )
+    return wanted or model.max_positions
