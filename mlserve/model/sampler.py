@@ -1,0 +1,195 @@
+"""Chooses one token for each row of logits.
+
+The settings of rows may differ at will. A row's token depends on nothing but its logits, its settings, its seed and its
+position: not on the rows beside it, nor on whether it was computed before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mlserve.model.logit_edits import SamplingRow, edited_logits, is_edited
+from mlserve.model.logprobs import prompt_logprobs, token_logprobs
+from mlserve.model.uniform import uniforms
+from mlserve.request import SamplingParams, TokenLogprob
+
+__all__ = ["SampledTokens", "Sampler", "SamplingRow", "prompt_logprobs"]
+
+BLOCK = 256  # tokens whose weights are summed first, to find the drawn one among few
+# Weights in work at once. On a CPU they stay in the cache: 2**21 float32 are 8 MB, 42 rows of 49k tokens.
+CELLS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
+FIRST_SORTED = 1024  # likeliest tokens that are sorted at first to find where top_p cuts; nearly always enough
+SORTED_GROWTH = 8
+
+
+@dataclass(slots=True)
+class SampledTokens:
+    """What was chosen, one entry for each row of logits."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob | None]  # for the rows that asked for them
+    errors: dict[int, str] = field(default_factory=dict)  # rows that failed; their token id says nothing
+
+
+class Sampler:
+    """Keeps scratch memory from step to step, since fresh pages cost several times the arithmetic on them."""
+
+    def __init__(self) -> None:
+        self._scratch = torch.empty(0)
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+        """`logits: [R, V]` float32, left as they are; one entry of `rows` for each row."""
+        best, ids = logits.max(-1)  # [R], [R]; a NaN is the largest
+        edited_at = [i for i, row in enumerate(rows) if is_edited(row)]
+        edited = logits[:0]
+        if edited_at:
+            edited = edited_logits(logits[edited_at], [rows[i] for i in edited_at])
+            best[edited_at], ids[edited_at] = edited.max(-1)
+        token_ids: list[int] = ids.tolist()
+        drawn_at = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+        at_once = max(1, CELLS_AT_ONCE[logits.device.type] // logits.shape[1])
+        for start in range(0, len(drawn_at), at_once):
+            at = drawn_at[start : start + at_once]
+            weights = self._gather(logits, at, edited, edited_at)
+            for i, token_id in zip(at, _draw(weights, best[at], [rows[i] for i in at]), strict=True):
+                token_ids[i] = token_id
+        errors = {i: _reason(value) for i, value in enumerate(best.tolist()) if not math.isfinite(value)}
+        return SampledTokens(token_ids, _logprobs(logits, rows, token_ids, errors), errors)
+
+    def _gather(self, logits: Tensor, at: list[int], edited: Tensor, edited_at: list[int]) -> Tensor:
+        """Rows `at`, edited where they are, in scratch memory: `[len(at), V]` padded with -inf to whole blocks."""
+        width = logits.shape[1]
+        padded = -(-width // BLOCK) * BLOCK
+        size = len(at) * padded
+        if self._scratch.numel() < size or self._scratch.device != logits.device:
+            self._scratch = torch.empty(size, dtype=logits.dtype, device=logits.device)
+        rows = self._scratch[:size].view(len(at), padded)
+        rows[:, width:] = -math.inf
+        rows[:, :width] = logits if len(at) == len(logits) else logits[at]
+        if edited_at:
+            position = {row: j for j, row in enumerate(edited_at)}
+            both = [(k, position[row]) for k, row in enumerate(at) if row in position]
+            if both:
+                to, from_ = zip(*both, strict=True)
+                rows[list(to), :width] = edited[list(from_)]
+        return rows
+
+
+def _draw(logits: Tensor, best: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """Draw from softmax(logits / temperature), restricted by top_k, top_p and min_p. Overwrites `logits: [n, V]`.
+
+    best: `[n]` float32, each row's largest logit.
+    """
+    params = [row.params for row in rows]
+    temperature = torch.tensor([p.temperature for p in params], dtype=logits.dtype, device=logits.device)
+    # Weights relative to the likeliest token's, which is 1: nothing overflows, however low the temperature.
+    weights = logits.sub_(best[:, None]).div_(temperature[:, None]).exp_()
+    least = _least_weights(weights, params)
+    if least is not None:
+        # 1.0 or 0.0 in float32: 5x sooner than a mask of bool.
+        weights.mul_(torch.ge(weights, least[:, None], out=torch.empty_like(weights)))
+    positions = [len(row.token_ids) - row.num_prompt_tokens for row in rows]
+    uniform = torch.from_numpy(uniforms([row.seed for row in rows], positions)).to(logits.device)
+    drawn: list[int] = _invert_cdf(weights, uniform).tolist()
+    return drawn
+
+
+def _least_weights(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor | None:
+    """The smallest weight that each row may still draw, `[n]`; None if no row is restricted.
+
+    top_k first, then top_p of what top_k left, and min_p, relative to the likeliest token. Tokens of exactly the least
+    weight are all kept, so that the outcome doesn't depend on how equal weights are sorted.
+    """
+    least = torch.tensor([p.min_p for p in params], dtype=weights.dtype, device=weights.device)
+    sorted_at = [i for i, p in enumerate(params) if p.top_k is not None or p.top_p < 1]
+    if sorted_at:
+        restricted = weights if len(sorted_at) == len(params) else weights[sorted_at]
+        cuts = _sorted_cuts(restricted, [params[i] for i in sorted_at])
+        least[sorted_at] = torch.maximum(least[sorted_at], cuts)
+    elif not any(p.min_p for p in params):
+        return None
+    return least
+
+
+def _sorted_cuts(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Where top_k and top_p cut, `[n]`: sorts only as many of the largest weights as it takes."""
+    width = weights.shape[1]
+    top_k = torch.tensor([min(p.top_k or width, width) for p in params], device=weights.device)
+    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=weights.device)
+    total = _block_sums(weights).double().sum(-1)
+    cuts = weights.new_zeros(len(params))
+    size = min(width, max(FIRST_SORTED if p.top_k is None else p.top_k for p in params))
+    pending = torch.arange(len(params), device=weights.device)
+    while len(pending):
+        largest = _largest(weights[pending], size)
+        cdf = largest.cumsum(-1, dtype=torch.float64)
+        k = top_k[pending]
+        last = k.clamp(max=size) - 1  # of those that top_k leaves and that were sorted
+        mass = torch.where(k <= size, cdf.gather(1, last[:, None])[:, 0], total[pending])
+        reached = (cdf < (top_p[pending] * mass)[:, None]).sum(-1)  # the first whose cumulative weight is enough
+        found = (reached <= last) | (k <= size)
+        at = torch.minimum(reached, last)
+        cuts[pending[found]] = largest.gather(1, at[:, None])[:, 0][found]
+        pending = pending[~found]
+        size = min(width, size * SORTED_GROWTH)
+    return cuts
+
+
+def _largest(weights: Tensor, size: int) -> Tensor:
+    """Each row's `size` largest, descending: `[n, V] -> [n, size]`."""
+    if weights.device.type != "cpu":
+        return weights.topk(size).values
+    # numpy's are vectorised: 1,024 of 49k in 0.07 ms, all of them in 0.3 ms; torch takes 0.5 ms and 4 ms.
+    values, cut = weights.numpy(), weights.shape[1] - size
+    if cut:
+        values = np.partition(values, cut, axis=-1)[:, cut:]
+    return torch.from_numpy(np.ascontiguousarray(np.sort(values, axis=-1)[:, ::-1]))
+
+
+def _invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The token at which the cumulative weight, in order of token ids, exceeds uniform * total: `[n]` int64.
+
+    `weights: [n, V]` float32, V whole blocks; `uniform: [n]` float64 in [0, 1). First the block, then the token in it.
+    """
+    cdf = _block_sums(weights).cumsum(-1, dtype=torch.float64)  # [n, V / BLOCK]
+    target = uniform[:, None] * cdf[:, -1:]  # [n, 1]
+    block = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[1] - 1)
+    before = torch.where(block > 0, cdf.gather(1, (block - 1).clamp(min=0)), 0.0)
+    at = torch.arange(len(weights), device=weights.device)[:, None]
+    inner = weights.view(len(weights), -1, BLOCK)[at, block][:, 0].cumsum(-1, dtype=torch.float64)  # [n, BLOCK]
+    # The block's sum and the last of its cumulative sums may differ in their last digits.
+    rest = torch.minimum(target - before, inner[:, -1:] * (1 - 2.0**-53))
+    token = torch.searchsorted(inner, rest, right=True).clamp_(max=BLOCK - 1)
+    return (block * BLOCK + token)[:, 0]
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    return weights.view(len(weights), -1, BLOCK).sum(-1)
+
+
+def _reason(best: float) -> str:
+    if math.isnan(best):
+        return "the model's logits for the next token hold NaN: check the weights, or use dtype float32"
+    if best > 0:
+        return "the model's logits for the next token overflow: use dtype float32 or bfloat16"
+    return "no token is left to choose: allowed_token_ids, bad_words, logit_bias and min_tokens rule all of them out"
+
+
+def _logprobs(
+    logits: Tensor, rows: Sequence[SamplingRow], token_ids: list[int], errors: dict[int, str]
+) -> list[TokenLogprob | None]:
+    found: list[TokenLogprob | None] = [None] * len(rows)
+    asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None and i not in errors]
+    if asked:
+        chosen = logits if len(asked) == len(rows) else logits[asked]
+        tops = [rows[i].params.logprobs or 0 for i in asked]
+        for i, logprob in zip(asked, token_logprobs(chosen, [token_ids[i] for i in asked], tops), strict=True):
+            found[i] = logprob
+    return found
