@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING
 
 from mlserve.config import CacheConfig, DType, EngineConfig, ModelOptions, Policy, SchedulerConfig
 from mlserve.errors import (
+    AdapterError,
+    AdapterFileNotFoundError,
+    AdapterLimitError,
+    AdapterNotFoundError,
     CapacityError,
     ConfigError,
+    CorruptAdapterError,
     CorruptWeightsError,
     KernelBuildError,
     MlserveError,
@@ -20,6 +25,7 @@ from mlserve.errors import (
     RequestError,
     SamplingParamsError,
     StepError,
+    UnsupportedAdapterError,
     UnsupportedModelError,
 )
 from mlserve.request import (
@@ -37,10 +43,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AdapterError",
+    "AdapterFileNotFoundError",
+    "AdapterLimitError",
+    "AdapterNotFoundError",
     "CacheConfig",
     "CapacityError",
     "CompletionOutput",
     "ConfigError",
+    "CorruptAdapterError",
     "CorruptWeightsError",
     "DType",
     "EngineConfig",
@@ -61,6 +72,7 @@ __all__ = [
     "StepError",
     "StreamOutput",
     "TokenLogprob",
+    "UnsupportedAdapterError",
     "UnsupportedModelError",
 ]
 

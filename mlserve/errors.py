@@ -6,7 +6,13 @@
     │   ├── ModelNotFoundError      there is no model at that path or id                 (also FileNotFoundError)
     │   ├── UnsupportedModelError   the architecture or a setting of it isn't served
     │   └── CorruptWeightsError     a weights file is damaged or doesn't fit its config
+    ├── AdapterError                an adapter can't be loaded; the engine goes on
+    │   ├── AdapterFileNotFoundError  there is no adapter at that path               (also FileNotFoundError)
+    │   ├── UnsupportedAdapterError   the kind of adapter or a setting of it isn't served
+    │   ├── CorruptAdapterError       damaged, or it doesn't fit its config or the base model
+    │   └── AdapterLimitError         larger than the options allow
     ├── RequestError                one request is refused; the engine goes on
+    │   ├── AdapterNotFoundError    no adapter has the name that was asked for           (also LookupError)
     │   ├── PromptError             empty, too long, or ids out of range                 (also ValueError)
     │   ├── SamplingParamsError     contradictory or out-of-range sampling parameters    (also ValueError)
     │   └── CapacityError           the request can never fit in the KV pool
@@ -20,8 +26,13 @@ A message states the fact, the value and the remedy:
 from __future__ import annotations
 
 __all__ = [
+    "AdapterError",
+    "AdapterFileNotFoundError",
+    "AdapterLimitError",
+    "AdapterNotFoundError",
     "CapacityError",
     "ConfigError",
+    "CorruptAdapterError",
     "CorruptWeightsError",
     "KernelBuildError",
     "MlserveError",
@@ -31,6 +42,7 @@ __all__ = [
     "RequestError",
     "SamplingParamsError",
     "StepError",
+    "UnsupportedAdapterError",
     "UnsupportedModelError",
 ]
 
@@ -59,8 +71,32 @@ class CorruptWeightsError(ModelError):
     """A weights file is damaged, incomplete, or doesn't fit its config."""
 
 
+class AdapterError(MlserveError):
+    """An adapter can't be loaded; requests and other adapters are not affected."""
+
+
+class AdapterFileNotFoundError(AdapterError, FileNotFoundError):
+    """There is no adapter at the path that was given, or one of its files is missing."""
+
+
+class UnsupportedAdapterError(AdapterError):
+    """The kind of adapter, or a setting of it, isn't served; the message names which."""
+
+
+class CorruptAdapterError(AdapterError):
+    """An adapter's files are damaged, contradict each other, or don't fit the base model."""
+
+
+class AdapterLimitError(AdapterError):
+    """The adapter is larger than the options allow."""
+
+
 class RequestError(MlserveError):
     """One request is refused; nothing else is affected."""
+
+
+class AdapterNotFoundError(RequestError, LookupError):
+    """No adapter has the name that the request asks for."""
 
 
 class PromptError(RequestError, ValueError):
