@@ -23,6 +23,7 @@ MAX_N = 128
 MAX_LOGPROBS = 64
 MAX_STOP_STRINGS = 64
 MAX_SEED = 2**64 - 1
+GREEDY_BELOW = 1e-3
 
 
 class FinishReason(StrEnum):
@@ -77,8 +78,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Below 1e-5 a temperature can't be told from zero in float32, and dividing by it would overflow."""
-        return self.temperature < 1e-5
+        """Whether always the likeliest token is chosen.
+
+        At temperatures below 1e-3 draws would only tell apart logits that differ by less than their rounding does from
+        batch to batch, so such temperatures mean greedy.
+        """
+        return self.temperature < GREEDY_BELOW
 
 
 def _require(holds: bool, name: str, value: object, want: str) -> None:

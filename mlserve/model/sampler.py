@@ -150,7 +150,7 @@ def _largest(weights: Tensor, size: int) -> Tensor:
     values, cut = weights.numpy(), weights.shape[1] - size
     if cut:
         values = np.partition(values, cut, axis=-1)[:, cut:]
-    return torch.from_numpy(np.ascontiguousarray(np.sort(values, axis=-1)[:, ::-1]))
+    return torch.from_numpy(np.sort(values, axis=-1)[:, ::-1].copy())
 
 
 def _invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
