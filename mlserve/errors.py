@@ -1,23 +1,23 @@
 """Every error that mlserve raises on purpose.
 
     MlserveError
-    ├── ConfigError                 an option or a combination of options is wrong       (also ValueError)
-    ├── ModelError                  a model can't be loaded
-    │   ├── ModelNotFoundError      there is no model at that path or id                 (also FileNotFoundError)
-    │   ├── UnsupportedModelError   the architecture or a setting of it isn't served
-    │   └── CorruptWeightsError     a weights file is damaged or doesn't fit its config
-    ├── AdapterError                an adapter can't be loaded; the engine goes on
-    │   ├── AdapterFileNotFoundError  there is no adapter at that path               (also FileNotFoundError)
+    ├── ConfigError                   an option or a combination of options is wrong        (also ValueError)
+    ├── ModelError                    a model can't be loaded
+    │   ├── ModelNotFoundError        there is no model at that path or id                  (also FileNotFoundError)
+    │   ├── UnsupportedModelError     the architecture or a setting of it isn't served
+    │   └── CorruptWeightsError       a weights file is damaged or doesn't fit its config
+    ├── AdapterError                  an adapter can't be loaded; the engine goes on
+    │   ├── AdapterFileNotFoundError  there is no adapter at that path                      (also FileNotFoundError)
     │   ├── UnsupportedAdapterError   the kind of adapter or a setting of it isn't served
     │   ├── CorruptAdapterError       damaged, or it doesn't fit its config or the base model
     │   └── AdapterLimitError         larger than the options allow
-    ├── RequestError                one request is refused; the engine goes on
-    │   ├── AdapterNotFoundError    no adapter has the name that was asked for           (also LookupError)
-    │   ├── PromptError             empty, too long, or ids out of range                 (also ValueError)
-    │   ├── SamplingParamsError     contradictory or out-of-range sampling parameters    (also ValueError)
-    │   └── CapacityError           the request can never fit in the KV pool
-    ├── StepError                   a request failed while the model ran; the engine goes on
-    └── KernelBuildError            the native CPU kernels could not be built
+    ├── RequestError                  one request is refused; the engine goes on
+    │   ├── AdapterNotFoundError      no adapter has the name that was asked for            (also LookupError)
+    │   ├── PromptError               empty, too long, or ids out of range                  (also ValueError)
+    │   ├── SamplingParamsError       contradictory or out-of-range sampling parameters     (also ValueError)
+    │   └── CapacityError             the request can never fit in the KV pool
+    ├── StepError                     a request failed while the model ran; the engine goes on
+    └── KernelBuildError              the native CPU kernels could not be built
 
 A message states the fact, the value and the remedy:
 "prompt has 600 tokens, limit 512: shorten it or raise max_model_len".
