@@ -6,7 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -26,9 +26,9 @@ class _Listener:
     loop: asyncio.AbstractEventLoop
     outputs: asyncio.Queue[StreamOutput | Exception]
 
-    def send(self, item: StreamOutput | Exception) -> None:
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
+    def send(self, item: StreamOutput | Exception) -> bool:
+        """Returns whether anybody can hear it."""
+        return _call_in(self.loop, self.outputs.put_nowait, item)
 
 
 class AsyncEngine:
@@ -41,7 +41,9 @@ class AsyncEngine:
         self._engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, _Listener] = {}
-        self._closing = False
+        self._lock = threading.Lock()  # so that no command that somebody waits for is put after the last one
+        self._closed = False
+        self._closing = False  # the same, as the engine's thread knows it
         self._thread = threading.Thread(target=self._run, name="mlserve-engine", daemon=True)
         self._thread.start()
 
@@ -52,8 +54,10 @@ class AsyncEngine:
         self.close()
 
     def close(self) -> None:
-        """Abort what runs, and end the thread."""
-        self._commands.put(self._stop)
+        """Abort what runs, and end the thread. Whoever waits for outputs gets an `MlserveError`."""
+        with self._lock:
+            self._closed = True
+            self._commands.put(self._stop)
         self._thread.join()
 
     async def stream(
@@ -64,10 +68,11 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> AsyncIterator[StreamOutput]:
+    ) -> AsyncGenerator[StreamOutput]:
         """Outputs of one request as they come. Leaving the loop early, or cancelling, aborts the request.
 
-        Raises a `RequestError` before the first output if the request can't be served.
+        Raises a `RequestError` before the first output if the request can't be served, `StepError` if the engine fails,
+        and `MlserveError` if it is closed.
         """
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
 
@@ -80,7 +85,7 @@ class AsyncEngine:
                 return
             self._listeners[request_id] = listener
 
-        self._commands.put(add)
+        self._enqueue(add)
         done = False
         try:
             while not done:
@@ -94,7 +99,10 @@ class AsyncEngine:
                 self._commands.put(lambda: self._abort(request_id, listener))
 
     async def call(self, action: Callable[[Engine], object]) -> object:
-        """Run `action(engine)` between two steps, in the engine's thread, and return what it returns."""
+        """Run `action(engine)` between two steps, in the engine's thread, and return what it returns.
+
+        Raises what it raises, and `MlserveError` if the engine is closed.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[object] = loop.create_future()
 
@@ -102,17 +110,23 @@ class AsyncEngine:
             try:
                 value = action(self._engine)
             except Exception as error:
-                loop.call_soon_threadsafe(_settle, future, None, error)
+                _call_in(loop, _settle, future, None, error)
             else:
-                loop.call_soon_threadsafe(_settle, future, value, None)
+                _call_in(loop, _settle, future, value, None)
 
-        self._commands.put(run)
+        self._enqueue(run)
         return await future
+
+    def _enqueue(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            if self._closed:
+                raise MlserveError("the engine is closed: make a new one")
+            self._commands.put(command)
 
     def _run(self) -> None:
         while not self._closing:
             self._take_commands(wait=not self._engine.has_work())
-            if not self._engine.has_work():
+            if self._closing or not self._engine.has_work():
                 continue
             try:
                 outputs = self._engine.step()
@@ -136,8 +150,8 @@ class AsyncEngine:
     def _send(self, output: StreamOutput) -> None:
         last = output.completed is not None
         listener = self._listeners.pop(output.request_id, None) if last else self._listeners.get(output.request_id)
-        if listener is not None:
-            listener.send(output)
+        if listener is not None and not listener.send(output) and not last:
+            self._abort(output.request_id, listener)  # its event loop was closed
 
     def _abort(self, request_id: str, listener: _Listener) -> None:
         if self._listeners.get(request_id) is listener:
@@ -152,6 +166,15 @@ class AsyncEngine:
 
     def _stop(self) -> None:
         self._closing = True
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> bool:
+    """Have a loop of another thread call it. Returns whether it will: loops may be closed at any time."""
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _settle(future: asyncio.Future[object], value: object, error: Exception | None) -> None:

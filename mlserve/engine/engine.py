@@ -44,7 +44,7 @@ class Engine:
         self._requests: dict[str, EngineRequest] = {}
         self._factory = RequestFactory(tokenizer, cache, limits, scheduler.policy)
         self._outputs = OutputProcessor(tokenizer, self.scheduler.finish)
-        self._unsent: list[StreamOutput] = []  # outputs of requests that ended outside a step
+        self._unsent: list[StreamOutput] = []  # outputs of requests that ended when they were submitted
 
     def prepare(
         self,
@@ -69,7 +69,7 @@ class Engine:
         self._requests[request.request_id] = request
         self._outputs.open(request)
         if request.params.max_tokens == 0 and request.params.prompt_logprobs is None:
-            self._end(request, FinishReason.LENGTH)  # nothing to compute
+            self._unsent += self._end(request, FinishReason.LENGTH)  # nothing to compute
             return
         for sequence in request.sequences:
             self.scheduler.add(sequence)
@@ -91,11 +91,16 @@ class Engine:
                 self._requests.pop(output.request_id, None)
         return outputs
 
-    def abort(self, request_id: str) -> None:
-        """End a request now, and give its blocks back. An unknown or finished id does nothing."""
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._end(request, FinishReason.ABORT)
+    def abort(self, request_id: str) -> list[StreamOutput]:
+        """End a request now, and give its blocks back; its id is free again. An unknown or finished id does nothing.
+
+        Returns the last output of each sequence that had not ended. No step returns anything of it any more.
+        """
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return []
+        self._unsent = [output for output in self._unsent if output.request_id != request_id]
+        return self._end(request, FinishReason.ABORT)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV. Running requests go on undisturbed; nothing computed before is ever hit again."""
@@ -105,12 +110,13 @@ class Engine:
         """Figures of the KV pool and of the prefix cache."""
         return self.cache.stats()
 
-    def _end(self, request: EngineRequest, reason: FinishReason) -> None:
+    def _end(self, request: EngineRequest, reason: FinishReason) -> list[StreamOutput]:
+        outputs = []
         for sequence in request.sequences:
-            if not sequence.is_finished:
-                self.scheduler.finish(sequence, reason)
-                self._unsent.append(self._outputs.close(sequence))
-        del self._requests[request.request_id]
+            self.scheduler.finish(sequence, reason)
+            if self._outputs.is_open(sequence):
+                outputs.append(self._outputs.close(sequence))
+        return outputs
 
     def _run(self, plan: StepPlan[Sequence]) -> StepResult:
         try:
@@ -120,7 +126,7 @@ class Engine:
             return self._run_apart(plan)
 
     def _run_apart(self, plan: StepPlan[Sequence]) -> StepResult:
-        """Each row alone: those that raise again fail, the others get their tokens. They write the same KV as before."""
+        """Each row alone: those that raise again fail, the others get their tokens. They write the same KV again."""
         total = StepResult()
         for row in range(len(plan.sequences)):
             try:

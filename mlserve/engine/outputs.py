@@ -43,6 +43,10 @@ class OutputProcessor:
         for sequence in request.sequences:
             self._detokenizers[sequence] = IncrementalDetokenizer(self._tokenizer, request.params)
 
+    def is_open(self, sequence: Sequence) -> bool:
+        """Whether its last output is still to come."""
+        return sequence in self._detokenizers
+
     def process(self, plan: StepPlan[Sequence], result: StepResult) -> list[StreamOutput]:
         """Outputs of a step that the scheduler has committed."""
         now = time.monotonic()

@@ -127,12 +127,41 @@ def test_abort_frees_at_any_time(tokenizer: Tokenizer) -> None:
     submit(engine, "runs", [1, 2, 3], SamplingParams(max_tokens=50))
     submit(engine, "waits", [4, 5, 6], SamplingParams(max_tokens=50, n=2))
     step(engine)
-    engine.abort("waits")
-    engine.abort("runs")
-    engine.abort("runs")
-    engine.abort("never seen")
-    reasons = [(o.request_id, o.finish_reason) for o in step(engine)]
-    assert reasons == [("waits", FinishReason.ABORT)] * 2 + [("runs", FinishReason.ABORT)]
+    ended = engine.abort("waits") + engine.abort("runs")
+    assert engine.abort("runs") == engine.abort("never seen") == []
+    assert [(o.request_id, o.finish_reason) for o in ended] == [
+        ("waits", FinishReason.ABORT), ("waits", FinishReason.ABORT), ("runs", FinishReason.ABORT),
+    ]  # fmt: skip
+    assert [o.completed is not None for o in ended] == [False, True, True]
+    assert not engine.has_work()
+    assert engine.stats().num_referenced == 0
+    assert len(engine._outputs) == 0
+
+
+def test_an_aborted_requests_id_is_free_again(tokenizer: Tokenizer) -> None:
+    engine = context_engine(tokenizer)
+    for params in (SamplingParams(max_tokens=50), SamplingParams(max_tokens=0)):
+        submit(engine, "r", [1, 2, 3], params)
+        engine.abort("r")
+        submit(engine, "r", [4, 5], SamplingParams(max_tokens=3))
+        outputs = step(engine)
+        assert [(o.request_id, len(o.token_ids), o.finish_reason) for o in outputs] == [("r", 1, None)]
+        assert run(engine)["r"].outputs[0].token_ids == expected([4, 5], 3)
+
+
+def test_a_defect_behind_the_model_leaves_nothing(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences had ended for the scheduler when making their outputs raised."""
+    engine = context_engine(tokenizer)
+    submit(engine, "r", [1, 2, 3], SamplingParams(max_tokens=1, n=2))
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._outputs, "process", fails)
+        with pytest.raises(ZeroDivisionError):
+            step(engine)
+    assert [o.index for o in engine.abort("r")] == [0, 1]
     assert not engine.has_work()
     assert engine.stats().num_referenced == 0
     assert len(engine._outputs) == 0
