@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypedDict, TypeGuard, Unpack, cast
 
 from tqdm import tqdm
@@ -82,11 +83,9 @@ class LLM:
         """
         batch: list[Prompt] = [prompts] if _is_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
         requests = []
-        for i, (prompt, params) in enumerate(zip(batch, _one_each(sampling_params, len(batch)), strict=True)):
-            try:
+        for number, (prompt, params) in enumerate(zip(batch, _one_each(sampling_params, len(batch)), strict=True)):
+            with _naming(number, len(batch)):
                 requests.append(self._prepare(prompt, params, priority, cache_salt))
-            except RequestError as error:
-                raise error if len(batch) == 1 else type(error)(f"prompt {i}: {error}") from None
         return self._complete(requests, progress)
 
     def chat(
@@ -99,8 +98,11 @@ class LLM:
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, laid out by the model's chat template. Otherwise like `generate`."""
-        conversations = [messages] if _is_conversation(messages) else list(messages)
-        prompts = [render_chat(conversation, self.engine.tokenizer) for conversation in conversations]
+        conversations = messages if _are_conversations(messages) else [cast(Sequence[Message], messages)]
+        prompts = []
+        for number, conversation in enumerate(conversations):
+            with _naming(number, len(conversations)):
+                prompts.append(render_chat(conversation, self.engine.tokenizer))
         return self.generate(prompts, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
 
     def stream(
@@ -113,12 +115,12 @@ class LLM:
     ) -> Iterator[StreamOutput]:
         """Outputs of one prompt or conversation as they come; `text` is what is new. Leaving the loop early aborts it.
 
-        Several streams may be read in turn: each step of the engine serves all of them.
+        Several streams may be read in turn: each step of the engine serves all that have begun. A stream begins when
+        its first output is asked for. Raises a `RequestError` at once if the prompt can't be served.
         """
         given = render_chat(prompt, self.engine.tokenizer) if _is_conversation(prompt) else cast(Prompt, prompt)
         request = self._prepare(given, sampling_params or SamplingParams(), priority, cache_salt)
-        self._submit(request)
-        return self._read(request.request_id)
+        return self._read(request)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV."""
@@ -131,19 +133,18 @@ class LLM:
     def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: str | None) -> EngineRequest:
         return self.engine.prepare(f"llm-{next(self._ids)}", prompt, params, priority=priority, cache_salt=cache_salt)
 
-    def _submit(self, request: EngineRequest) -> None:
-        self._mailboxes[request.request_id] = deque()
-        self.engine.submit(request)
-
-    def _pump(self) -> None:
-        for output in self.engine.step():
+    def _pump(self) -> list[StreamOutput]:
+        outputs = self.engine.step()
+        for output in outputs:
             mailbox = self._mailboxes.get(output.request_id)
             if mailbox is not None:
                 mailbox.append(output)
+        return outputs
 
-    def _read(self, request_id: str) -> Iterator[StreamOutput]:
-        mailbox = self._mailboxes[request_id]
+    def _read(self, request: EngineRequest) -> Iterator[StreamOutput]:
+        mailbox = self._mailboxes[request.request_id] = deque()
         try:
+            self.engine.submit(request)
             while True:
                 while not mailbox:
                     self._pump()
@@ -152,41 +153,56 @@ class LLM:
                 if output.completed is not None:
                     return
         finally:
-            del self._mailboxes[request_id]
-            self.engine.abort(request_id)
+            del self._mailboxes[request.request_id]
+            self.engine.abort(request.request_id)
 
     def _complete(self, requests: list[EngineRequest], progress: bool | None) -> list[RequestOutput]:
         show = len(requests) >= PROGRESS_FROM and sys.stderr.isatty() if progress is None else progress
-        completed: dict[str, RequestOutput] = {}
+        completed: dict[str, RequestOutput | None] = {request.request_id: None for request in requests}
+        missing = len(requests)
         try:
             for request in requests:
-                self._submit(request)
+                self.engine.submit(request)
             with tqdm(total=len(requests), desc="requests", unit="req", disable=not show) as bar:
-                while len(completed) < len(requests):
-                    self._pump()
-                    bar.update(self._collect(requests, completed))
+                while missing:
+                    for output in self._pump():
+                        if output.completed is not None and output.request_id in completed:
+                            completed[output.request_id] = output.completed
+                            missing -= 1
+                            bar.update()
         finally:  # after an interrupt nothing may stay behind in the engine
             for request in requests:
-                self._mailboxes.pop(request.request_id, None)
                 self.engine.abort(request.request_id)
-        return [completed[request.request_id] for request in requests]
+        return [output for output in completed.values() if output is not None]
 
-    def _collect(self, requests: list[EngineRequest], completed: dict[str, RequestOutput]) -> int:
-        before = len(completed)
-        for request in requests:
-            mailbox = self._mailboxes[request.request_id]
-            if mailbox and mailbox[-1].completed is not None:
-                completed[request.request_id] = mailbox[-1].completed
-            mailbox.clear()
-        return len(completed) - before
+
+@contextmanager
+def _naming(number: int, count: int) -> Iterator[None]:
+    """An error about one prompt of several says which one it is."""
+    try:
+        yield
+    except RequestError as error:
+        if count == 1:
+            raise
+        raise type(error)(f"prompt {number}: {error}") from None
 
 
 def _is_prompt(value: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
-    return isinstance(value, str) or not any(isinstance(part, str | Sequence) for part in value)
+    """What is neither a prompt nor a list of prompts is taken for a wrong prompt."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return not is_list or not any(isinstance(part, str | Sequence) for part in value)
 
 
 def _is_conversation(value: object) -> TypeGuard[Sequence[Message]]:
-    return isinstance(value, Sequence) and not isinstance(value, str) and bool(value) and isinstance(value[0], Mapping)
+    return _is_filled_list(value) and isinstance(value[0], Mapping)
+
+
+def _are_conversations(value: object) -> TypeGuard[Sequence[Sequence[Message]]]:
+    return _is_filled_list(value) and _is_filled_list(value[0])
+
+
+def _is_filled_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -58,6 +58,8 @@ class RequestFactory:
         """
         if priority and self._policy is not Policy.PRIORITY:
             raise RequestError(f"priority is {priority}, but admission is {self._policy}: set policy='priority'")
+        if not isinstance(prompt, str | Seq):
+            raise PromptError(f"the prompt is of type {type(prompt).__name__}: give a text or a list of token ids")
         prompt_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         validate_prompt_ids(prompt_ids, self.limits.vocab_size)
         self._check_length(len(prompt_ids))

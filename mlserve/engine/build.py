@@ -32,11 +32,11 @@ def build_engine(config: EngineConfig) -> Engine:
     cache_config, device = config.cache, model.decoder.device
     dtype = kv_dtype(model)
     blocks = num_blocks(cache_config, model.config, dtype, device)
+    runner = _runner(model, blocks, cache_config.block_size, dtype)
     hasher = None
     if cache_config.enable_prefix_caching:
         hasher = BlockHasher(cache_config.block_hash, model.digest, str(dtype), cache_config.block_size)
     cache = CacheManager(BlockPool(blocks + 1), hasher, cache_config.block_size)  # block 0 is never handed out
-    runner = ModelRunner(model.decoder, blocks + 1, cache_config.block_size, dtype)
     limits = Limits(
         vocab_size=model.config.vocab_size,
         max_model_len=_max_model_len(config.model.max_model_len, model.config),
@@ -70,6 +70,15 @@ def num_blocks(config: CacheConfig, model: DecoderConfig, dtype: torch.dtype, de
         )
     return fitting
 
+
+def _runner(model: LoadedModel, blocks: int, block_size: int, dtype: torch.dtype) -> ModelRunner:
+    try:
+        return ModelRunner(model.decoder, blocks + 1, block_size, dtype)
+    except RuntimeError as error:  # torch has no narrower one for a CPU
+        gib = blocks * block_size * model.config.kv_bytes_per_token(dtype) / GIB
+        raise ConfigError(
+            f"a KV pool of {blocks} blocks takes {gib:.1f} GiB, which can't be had: lower num_blocks or kv_memory"
+        ) from error
 
 
 def _max_model_len(wanted: int | None, model: DecoderConfig) -> int:
