@@ -12,6 +12,7 @@ import xxhash
 
 from mlserve.config import DType, ModelOptions
 from mlserve.errors import ConfigError
+from mlserve.kernels import Ops
 from mlserve.kernels.dispatch import select
 from mlserve.model.checkpoint import Checkpoint, read_json
 from mlserve.model.config import DecoderConfig
@@ -23,7 +24,7 @@ from mlserve.model.settings import wrong_setting
 from mlserve.model.sources import find_model
 from mlserve.model.weights import TensorSource, WeightBuilder, check_tensors
 
-__all__ = ["TORCH_DTYPES", "LoadedModel", "load_model"]
+__all__ = ["TORCH_DTYPES", "LoadedModel", "OpenModel", "load_model", "open_model"]
 
 TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
 _HASH_CHUNK = 2**24
@@ -55,23 +56,46 @@ class _ModelFiles:
     eos_token_ids: tuple[int, ...]
 
 
-def load_model(options: ModelOptions) -> LoadedModel:
-    """Find a model, check it and read it. Only files that hold data are read; none that could run code.
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """A model that was found and checked, but whose weights aren't read yet."""
 
-    Raises `ModelNotFoundError`, `UnsupportedModelError`, `CorruptWeightsError`, or `ConfigError` for the options
-    themselves. Either the whole model is loaded or none of it.
-    """
+    config: DecoderConfig
+    files: _ModelFiles
+    path: Path  # a folder or a .gguf file
+    ops: Ops
+    device: torch.device
+    dtype: torch.dtype  # to store weights in
+
+    @property
+    def tensor_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of the tensors in its files, by their Hugging Face names."""
+        return self.files.tensors.shapes
+
+
+def open_model(options: ModelOptions) -> OpenModel:
+    """Find a model and check it: everything but the data of its tensors. Raises what `load_model` does."""
     device = _device(options.device)
     ops = select(device, options.kernels)
     path = find_model(options.model)
     files = _open_gguf(path) if path.is_file() else _open_folder(path)
     config = decoder_config(files.config)
     check_tensors(config, files.tensors)
-    dtype = TORCH_DTYPES[options.dtype]
-    weights = WeightBuilder(config, files.tensors, ops, dtype, device, files.norm_offset).build()
+    return OpenModel(config, files, path, ops, device, TORCH_DTYPES[options.dtype])
+
+
+def load_model(options: ModelOptions) -> LoadedModel:
+    """Find a model, check it and read it. Only files that hold data are read; none that could run code.
+
+    Raises `ModelNotFoundError`, `UnsupportedModelError`, `CorruptWeightsError`, or `ConfigError` for the options
+    themselves. Either the whole model is loaded or none of it.
+    """
+    model = open_model(options)
+    config, files, ops, dtype = model.config, model.files, model.ops, model.dtype
+    weights = WeightBuilder(config, files.tensors, ops, dtype, model.device, files.norm_offset).build()
     return LoadedModel(
         decoder=Decoder(config, weights, ops),
-        tokenizer_source=path,
+        tokenizer_source=model.path,
         dtype=dtype,
         digest=_digest(files.weight_files, config, dtype),
         eos_token_ids=files.eos_token_ids,
