@@ -18,6 +18,7 @@ from mlserve.model.settings import Settings, wrong_setting
 __all__ = ["FAMILIES", "Family", "decoder_config", "family_of"]
 
 MAX_LAYERS = 1024
+MAX_HEAD_DIM = 4096
 FULL, SLIDING = "full_attention", "sliding_attention"
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 
@@ -29,6 +30,7 @@ class Family:
     refine: Callable[[Settings, DecoderConfig], DecoderConfig]
     defaults: Mapping[str, Any]
     ropes: Callable[[Settings, int], tuple[Rope, ...]]  # from settings and head_dim
+    activation: str = "hidden_act"  # the setting that names it
     norm_offset: float = 0.0  # added to stored norm weights when they are loaded
 
 
@@ -75,10 +77,8 @@ def _refuse_unserved(settings: Settings) -> None:
 
 def _common(settings: Settings, family: Family) -> DecoderConfig:
     hidden_size, num_heads = settings.size("hidden_size"), settings.size("num_attention_heads")
-    head_dim = settings.size("head_dim", hidden_size // num_heads)
-    num_layers = settings.size("num_hidden_layers")
-    if num_layers > MAX_LAYERS:
-        raise wrong_setting("num_hidden_layers", num_layers, f"at most {MAX_LAYERS}")
+    head_dim = settings.size("head_dim", hidden_size // num_heads, limit=MAX_HEAD_DIM)
+    num_layers = settings.size("num_hidden_layers", limit=MAX_LAYERS)
     ropes = family.ropes(settings, head_dim)
     return DecoderConfig(
         architecture=settings.get("architectures")[0],
@@ -93,17 +93,9 @@ def _common(settings: Settings, family: Family) -> DecoderConfig:
         max_positions=min(rope.max_positions for rope in ropes),
         norm_eps=settings.number("rms_norm_eps", 1e-6),
         attention_scale=head_dim**-0.5,
-        activation=_activation(settings),
+        activation=settings.choice(family.activation, _ACTIVATIONS),
         tied_embeddings=settings.flag("tie_word_embeddings"),
     )
-
-
-def _activation(settings: Settings) -> Activation:
-    key = "hidden_act" if settings.get("hidden_activation") is None else "hidden_activation"
-    name = settings.get(key)
-    if name not in _ACTIVATIONS:
-        raise wrong_setting(key, name, f"one of {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
 
 
 def _refine_llama(settings: Settings, base: DecoderConfig) -> DecoderConfig:
@@ -178,19 +170,22 @@ def _layer_types(settings: Settings, default: list[str]) -> list[str]:
     kinds = settings.get("layer_types")
     if kinds is None:
         return default
-    if not isinstance(kinds, list) or len(kinds) != len(default) or not set(kinds) <= {FULL, SLIDING}:
+    if not isinstance(kinds, list) or len(kinds) != len(default) or not all(k in (FULL, SLIDING) for k in kinds):
         raise wrong_setting("layer_types", kinds, f"a list of {len(default)} items {FULL} or {SLIDING}")
     return kinds
 
 
 _QWEN = {"hidden_act": "silu", "sliding_window": 4096, "max_window_layers": 28}
 _GEMMA3 = {
-    "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True,
-}  # fmt: skip
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(_refine_llama, {"hidden_act": "silu"}, _one_rope),
     "MistralForCausalLM": Family(_refine_mistral, {"hidden_act": "silu", "sliding_window": 4096}, _one_rope),
     "Qwen2ForCausalLM": Family(_refine_qwen2, _QWEN, _one_rope),
     "Qwen3ForCausalLM": Family(_refine_qwen3, {**_QWEN, "head_dim": 128}, _one_rope),
-    "Gemma3ForCausalLM": Family(_refine_gemma3, _GEMMA3, _gemma3_ropes, norm_offset=1.0),
+    "Gemma3ForCausalLM": Family(_refine_gemma3, _GEMMA3, _gemma3_ropes, "hidden_activation", norm_offset=1.0),
 }

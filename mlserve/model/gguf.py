@@ -4,7 +4,8 @@ llama.cpp's converter changes some tensors. Rows of Llama's query and key projec
 of neighbouring pairs, which is undone here; Gemma's norm weights have their offset of 1 added, which the loader must
 not repeat.
 
-Decoded weights aren't kept on disk: reading four bytes a weight takes about as long as decoding half a byte.
+Decoded weights aren't kept on disk. SmolLM2 loads in 1.1 s; from a decoded copy it took 0.5 s, but 1.2 s if the copy
+wasn't in the page cache, and the copy takes 0.9 s and 538 MB to write.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def gguf_config(header: GGUFHeader) -> dict[str, Any]:
     Raises `UnsupportedModelError` for another architecture, `CorruptWeightsError` if the vocabulary can't be told.
     """
     name = header.metadata.get("general.architecture")
-    if name not in _ARCHITECTURES:
+    if not isinstance(name, str) or name not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
         raise UnsupportedModelError(f"GGUF architecture {name!r} is not served: use a model with one of {known}")
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
@@ -100,8 +101,9 @@ def gguf_config(header: GGUFHeader) -> dict[str, Any]:
     config["attention_bias"] = name != "qwen2" and "blk.0.attn_q.bias" in shapes
     config["mlp_bias"] = "blk.0.ffn_down.bias" in shapes
     config["rope_scaling"] = _rope_scaling(name, header)
-    head_dim = config.get("head_dim") or _default_head_dim(config)
-    config["partial_rotary_factor"] = header.metadata.get(f"{name}.rope.dimension_count", head_dim) / head_dim
+    head_dim = Settings(config).size("head_dim", _default_head_dim(config))
+    rotated = Settings(header.metadata).size(f"{name}.rope.dimension_count", head_dim)
+    config["partial_rotary_factor"] = rotated / head_dim
     if name == "gemma3":
         config |= _gemma3_extras(config, head_dim, header)
     elif config.pop("sliding_window", None):
@@ -129,6 +131,7 @@ def _gemma3_extras(config: Mapping[str, Any], head_dim: int, header: GGUFHeader)
 def _rope_scaling(name: str, header: GGUFHeader) -> dict[str, Any] | None:
     for divisors in (tensor for tensor in header.tensors if tensor.name == _ROPE_FACTORS):
         # Llama 3's scaling, stored as one divisor for each frequency: longrope's formula with nothing else to it
+        _check_place(divisors, header.path.stat().st_size)
         factors = _decode(divisors, _map(header)).tolist()
         return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 1.0}
     stored = {
@@ -210,7 +213,8 @@ def _decode(tensor: TensorInfo, data: Any) -> Tensor:
     for block in range(0, num_blocks, step):
         chunk = raw[block * block_bytes : (block + step) * block_bytes]
         try:
-            decoded = dequantize(chunk[None], kind)[0]  # as one row: of many rows the package makes groups of 16
+            with np.errstate(all="ignore"):  # values that aren't finite are refused with their tensor's name, later
+                decoded = dequantize(chunk[None], kind)[0]  # as one row: many rows would be cut into groups of 16
         except NotImplementedError:
             raise UnsupportedModelError(
                 f"tensor {tensor.name} has the quantisation {kind.name}, which can't be decoded: use another file"

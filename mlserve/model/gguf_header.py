@@ -67,7 +67,7 @@ def read_header(path: str | Path) -> GGUFHeader:
         _check_start(data, path)
         try:
             return _read(data, path)
-        except (struct.error, IndexError, UnicodeDecodeError, OverflowError, KeyError) as error:
+        except (struct.error, IndexError, ValueError, TypeError, ArithmeticError, KeyError) as error:
             message = f"the header of {str(path)!r} is damaged ({error}): fetch the file again"
             raise CorruptWeightsError(message) from error
 

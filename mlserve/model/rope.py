@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mlserve.errors import UnsupportedModelError
-from mlserve.model.settings import Settings
+from mlserve.model.settings import Settings, wrong_setting
 
 __all__ = ["Rope", "RopeScaling", "rope_from_config", "rope_from_parameters", "rotation"]
 
@@ -83,7 +83,10 @@ def rope_from_parameters(params: Mapping[str, Any], head_dim: int, max_positions
         raise UnsupportedModelError(f"rope scaling {scaling.value!r} has the unknown parameter {min(unknown)!r}")
     settings = Settings(params)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    base = settings.number("rope_theta") ** exponents  # [R / 2]: radians per position are 1 / base
+    theta = settings.number("rope_theta")
+    if theta <= 1:
+        raise wrong_setting("rope_theta", theta, "a number above 1")
+    base = theta**exponents  # [R / 2]: radians per position are 1 / base
     frequencies, attention_factor, limit = _SCALINGS[scaling](settings, base, max_positions)
     return Rope(scaling, tuple(frequencies.tolist()), attention_factor, limit)
 
@@ -168,7 +171,7 @@ def _longrope(settings: Settings, base: Tensor, max_positions: int) -> Scaled:
     short = torch.tensor(settings.numbers("short_factor", len(base)), dtype=torch.float32)
     settings.numbers("long_factor", len(base))
     factor = settings.number("factor", max_positions / trained)
-    by_length = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    by_length = math.sqrt(1 + math.log(factor) / math.log(trained)) if min(factor, trained) > 1 else 1.0
     return 1.0 / (short * base), settings.number("attention_factor", by_length), min(trained, max_positions)
 
 

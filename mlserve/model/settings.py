@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from mlserve.errors import UnsupportedModelError
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "wrong_setting"]
+
+MAX_SIZE = 2**31 - 1
+
+T = TypeVar("T")
 
 
 class Settings:
@@ -24,15 +28,15 @@ class Settings:
         """The value as it is, or None."""
         return self._values.get(key)
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """A whole number from 1."""
+    def size(self, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
+        """A whole number from 1 to `limit`."""
         value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise wrong_setting(key, value, "a whole number from 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+            raise wrong_setting(key, value, f"a whole number from 1 to {limit}")
         return value
 
     def optional_size(self, key: str) -> int | None:
-        """A whole number from 1, or None."""
+        """A whole number from 1 to `MAX_SIZE`, or None."""
         return None if self.get(key) is None else self.size(key)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -52,6 +56,13 @@ class Settings:
         if not isinstance(value, bool):
             raise wrong_setting(key, value, "true or false")
         return value
+
+    def choice(self, key: str, choices: Mapping[str, T]) -> T:
+        """What one of the names in `choices` stands for."""
+        value = self.get(key)
+        if not isinstance(value, str) or value not in choices:
+            raise wrong_setting(key, value, f"one of {', '.join(choices)}")
+        return choices[value]
 
     def numbers(self, key: str, length: int) -> list[float]:
         """A list of `length` finite numbers above 0."""

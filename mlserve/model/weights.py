@@ -134,8 +134,17 @@ class WeightBuilder:
         return self.ops.pack_linear(weight, self._joined([f"{name}.bias" for name in names]) if has_bias else None)
 
     def _joined(self, names: list[str]) -> Tensor:
-        parts = [self.source.read(name).to(self.dtype) for name in names]
+        parts = [self._read(name, self.dtype) for name in names]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)
 
     def _norm(self, name: str) -> Tensor:
-        return (self.source.read(f"{name}.weight").float() + self.norm_offset).to(self.device)
+        return (self._read(f"{name}.weight", torch.float32) + self.norm_offset).to(self.device)
+
+    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+        tensor = self.source.read(name).to(dtype)
+        if not tensor.sum(dtype=torch.float32).isfinite():
+            raise CorruptWeightsError(
+                f"tensor {name} has values that are not finite numbers in {dtype}: download the model again, or load "
+                "it in another dtype"
+            )
+        return tensor
