@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 
 from mlserve.cache.block_pool import BlockPool
-from mlserve.cache.hashing import BlockHash, BlockHasher
+from mlserve.cache.hashing import BlockHash, BlockHasher, pack_tokens
 from mlserve.cache.manager import CacheManager, CacheStats, Hit, SequenceBlocks
 from mlserve.cache.marks import Mark, MarkKind, salt_mark
 from mlserve.errors import ConfigError, PromptError
@@ -243,6 +245,27 @@ def test_a_sibling_computes_at_least_its_last_token() -> None:
     assert manager.find_sibling(source, manager.open(ids(1, 8)), 8).num_tokens == 4
 
 
+def test_a_sibling_takes_over_only_what_is_computed() -> None:
+    manager = manager_of(8)
+    source = start(manager, ids(1, 10))[0]
+    manager.commit(source, 6)
+    assert manager.find_sibling(source, manager.open(ids(1, 10)), 10).num_tokens == 4
+
+
+def test_a_sibling_takes_over_no_name_of_what_differs() -> None:
+    manager = manager_of(8)
+    source = start(manager, [*ids(1, 10), 50, 51])[0]
+    manager.commit(source, 12)
+    target = manager.open(ids(1, 10))
+    manager.admit(target, manager.find_sibling(source, target, 10), 10)
+    target.token_ids += [60, 61]
+    manager.commit(target, 12)
+    manager.check()
+    assert (source.table[:2], source.table[2]) == (target.table[:2], 3)
+    assert target.table[2] != 3
+    assert manager.stats().num_cached == 4
+
+
 def test_siblings_must_begin_alike() -> None:
     manager = manager_of(8)
     source = start(manager, ids(1, 8))[0]
@@ -287,6 +310,22 @@ def test_colliding_blocks_are_misses() -> None:
     assert serve(manager, [1] * 12) == 4  # though keys and contents of all three are equal
     assert serve(manager, [2] * 12) == 0
     assert serve(manager, [1] * 4 + [2] * 8) == 4
+
+
+def test_behind_a_collision_nothing_is_named() -> None:
+    class FirstBlocksCollide:
+        name = "first"
+
+        def digest(self, data: bytes | memoryview, /) -> bytes:
+            first = bytes(data[-16:]) in (pack_tokens([1] * 4), pack_tokens([2] * 4))
+            return b"k" * 16 if first else hashlib.sha256(data).digest()[:16]
+
+    manager = manager_of(12, block_hash=FirstBlocksCollide())
+    assert serve(manager, [1] * 4 + [5] * 8) == 0
+    assert manager.stats().num_cached == 3
+    assert serve(manager, [2] * 4 + [6] * 8) == 0
+    assert manager.stats().num_cached == 3
+    assert serve(manager, [1] * 4 + [6] * 8) == 4
 
 
 def test_nothing_is_hashed_without_prefix_caching() -> None:

@@ -43,7 +43,7 @@ class Op(Enum):
 
 
 # A reset is rare, because it ends what eviction and sharing have built up.
-WEIGHTED = (Op.OPEN, Op.ADMIT, Op.RUN, Op.RUN, Op.FINISH) * 30 + (Op.FORK, Op.RAISE, Op.PREEMPT) * 8 + (Op.RESET,)
+WEIGHTED = (Op.OPEN, Op.ADMIT, Op.RUN, Op.RUN, Op.FINISH) * 30 + (Op.FORK, Op.RAISE, Op.PREEMPT) * 12 + (Op.RESET,)
 
 
 @dataclass(eq=False)
