@@ -80,7 +80,7 @@ class Decoder:
             x = ops.paged_attention(
                 q, layer_kv, paged, scale=config.attention_scale, window=kind.window, soft_cap=config.attention_soft_cap
             )  # [T, Hq * D]
-            if i == last and len(rows) < len(x):
+            if i == last:
                 x, residual = x[rows], residual[rows]
             x = ops.linear(x, layer.o_proj)
             if layer.post_attention_norm is not None:

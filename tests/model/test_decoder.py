@@ -24,7 +24,7 @@ def load(folder: Path, dtype: DType = DType.FLOAT32) -> Decoder:
     return load_model(ModelOptions(model=str(folder), device="cpu", kernels="reference", dtype=dtype)).decoder
 
 
-@pytest.mark.parametrize("rows", [[10], [0, 4, 9], list(range(11))], ids=str)
+@pytest.mark.parametrize("rows", [[10], [0, 4, 9], list(range(11)), [9, 2, 9, *range(8)]], ids=str)
 def test_wanted_rows_are_those_of_all(folder: Path, rows: list[int]) -> None:
     decoder = load(folder)
     _, every = PagedRun(decoder).prefill(PROMPT)

@@ -97,7 +97,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     **{f"llama-{name}": ("llama", {"rope_scaling": scaling}) for name, scaling in ROPES.items()},
     **{
-        f"{family}-{name}": (family, {"rope_theta": ..., "rope_parameters": ROPES[name] | {"rope_theta": 5000.0}})
+        f"{family}-{name}-new-spelling": (
+            family,
+            {"rope_theta": ..., "rope_parameters": ROPES[name] | {"rope_theta": 5000.0}},
+        )
         for family in ("llama", "mistral", "qwen2", "qwen3")
         for name in ("yarn", "llama3", "linear")
     },

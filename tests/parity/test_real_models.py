@@ -52,10 +52,16 @@ def test_smollm2_tensors_are_those_of_transformers() -> None:
         assert getattr(theirs.config, setting) == getattr(ours.config, setting)
 
 
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Gemma3-270m: its GGUF file, and transformers' model, which takes a minute to read it."""
+    path = assemble(tmp_path_factory.mktemp("gemma3") / "gemma-3-270m.gguf")
+    return path, gguf_model(path)
+
+
 @pytest.mark.slow
-def test_gemma3_greedy_ids(kernels: str, tmp_path: Path) -> None:
-    path = assemble(tmp_path / "gemma-3-270m.gguf")
-    assert_greedy_ids_equal(path, gguf_model(path), kernels)
+def test_gemma3_greedy_ids(kernels: str, gemma3: tuple[Path, Any]) -> None:
+    assert_greedy_ids_equal(*gemma3, kernels)
 
 
 def assert_greedy_ids_equal(path: Path, reference: Any, kernels: str) -> None:
