@@ -356,6 +356,33 @@ def test_keys_are_computed_once() -> None:
     assert len(digested) == 3
 
 
+def test_what_one_writes_next_is_what_another_misses() -> None:
+    manager = manager_of(8)
+    first, second = manager.open(ids(1, 12)), manager.open([*ids(1, 8), 50, 51, 52, 53])
+    manager.admit(first, manager.find(first), 12)
+    upcoming = [manager.upcoming_key(first)]
+    missing = [manager.missing_key(second, manager.find(second))]
+    for computed in (4, 8, 12):
+        manager.commit(first, computed)
+        upcoming.append(manager.upcoming_key(first))
+        missing.append(manager.missing_key(second, manager.find(second)))
+    assert [key is not None and key == other for key, other in zip(upcoming, missing, strict=True)] == [
+        True,
+        True,
+        False,  # the third blocks differ
+        False,
+    ]
+    assert upcoming[3] is None  # nothing more is known of the first
+
+
+def test_without_names_nothing_is_written_that_others_could_miss() -> None:
+    for manager in (manager_of(8), manager_of(8, block_hash=None)):
+        seq = start(manager, ids(1, 12))[0]
+        manager.reset()
+        assert manager.upcoming_key(seq) is None
+    assert manager.missing_key(seq, Hit((), 0, 0)) is None
+
+
 def test_stats_count_a_sequence_once() -> None:
     manager = manager_of(4)
     serve(manager, ids(1, 10))
