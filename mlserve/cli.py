@@ -16,7 +16,7 @@ from typing import Any
 
 from mlserve import __version__
 from mlserve.config import CacheConfig, EngineConfig, ModelOptions, SchedulerConfig
-from mlserve.errors import MlserveError
+from mlserve.errors import MlserveError, StepError
 from mlserve.request import SamplingParams
 
 __all__ = ["main"]
@@ -29,7 +29,8 @@ SAMPLING_FLAGS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0, or 1 after an error of ours, which is printed in one line."""
+    """Run one command. Returns the exit status: 0, 1 after an error of ours, which is printed in one line, or 130 after
+    an interrupt."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -38,8 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MlserveError as error:
         print(f"mlserve: {error}", file=sys.stderr)
         return 1
-    except (KeyboardInterrupt, EOFError):
+    except KeyboardInterrupt:
         print(file=sys.stderr)
+        return 130
     return 0
 
 
@@ -97,7 +99,7 @@ def _scalar_type(option: Field[Any]) -> type:
     owner = next(c for c in (ModelOptions, CacheConfig, SchedulerConfig, SamplingParams) if option in fields(c))
     names = {"BlockHash": types.NoneType}  # imported for type checkers only
     resolved = typing.get_type_hints(owner, localns=names)[option.name] if isinstance(annotation, str) else annotation
-    choices = typing.get_args(resolved) or (resolved,)
+    choices: tuple[type, ...] = typing.get_args(resolved) or (resolved,)
     return next(choice for choice in choices if choice is not types.NoneType)
 
 
@@ -116,10 +118,14 @@ def _generate(options: argparse.Namespace) -> None:
 
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in options.prompts]
     params = _sampling(options)
-    for output in LLM(**_engine_options(options)).generate(prompts, params):
+    outputs = LLM(**_engine_options(options)).generate(prompts, params)
+    for output in outputs:
         if len(prompts) > 1:
             print(f"--- {output.prompt}")
         print(output.outputs[0].text)
+    for output in outputs:
+        if output.error is not None:
+            raise StepError(output.error)
 
 
 def _chat(options: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mlserve.errors import RequestError
+from mlserve.errors import RequestError, StepError
 from mlserve.llm import LLM
 from mlserve.request import SamplingParams
 
@@ -35,7 +35,7 @@ def converse(engine_options: Mapping[str, Any], params: SamplingParams, system: 
 
 
 def _turn(llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams) -> list[dict[str, str]]:
-    """One message and its answer. A refused or interrupted turn leaves the history as it was."""
+    """One message and its answer. A refused, failed or interrupted turn leaves the history as it was."""
     asked = [*history, {"role": "user", "content": line}]
     answer, count, start = "", 0, time.monotonic()
     try:
@@ -43,10 +43,12 @@ def _turn(llm: LLM, history: list[dict[str, str]], line: str, params: SamplingPa
             print(output.text, end="", flush=True)
             answer += output.text
             count += len(output.token_ids)
+            if output.error is not None:
+                raise StepError(output.error)
             if output.completed is not None:
                 metrics = output.completed.metrics
-    except RequestError as error:
-        print(f"{error}")
+    except (RequestError, StepError) as error:
+        print(error)
         return history
     except KeyboardInterrupt:
         print("\n[stopped]")

@@ -16,7 +16,7 @@ from mlserve.model.config import DecoderConfig
 from mlserve.model.loader import LoadedModel, load_model
 from mlserve.model.runner import ModelRunner
 
-__all__ = ["build_engine", "kv_dtype", "num_blocks"]
+__all__ = ["build_engine", "kv_dtype", "max_model_len", "num_blocks"]
 
 GIB = 2**30
 CPU_KV_GIB = 1.0
@@ -30,7 +30,7 @@ def build_engine(config: EngineConfig) -> Engine:
     """
     model = load_model(config.model)
     cache_config, device = config.cache, model.decoder.device
-    dtype = kv_dtype(model)
+    dtype = kv_dtype(model.dtype, device)
     blocks = num_blocks(cache_config, model.config, dtype, device)
     runner = _runner(model, blocks, cache_config.block_size, dtype)
     hasher = None
@@ -39,26 +39,31 @@ def build_engine(config: EngineConfig) -> Engine:
     cache = CacheManager(BlockPool(blocks + 1), hasher, cache_config.block_size)  # block 0 is never handed out
     limits = Limits(
         vocab_size=model.config.vocab_size,
-        max_model_len=_max_model_len(config.model.max_model_len, model.config),
+        max_model_len=max_model_len(config.model.max_model_len, model.config),
         capacity=blocks * cache_config.block_size,
         eos_token_ids=model.eos_token_ids,
     )
     return Engine(runner, load_tokenizer(model.tokenizer_source), cache, config.scheduler, limits)
 
 
-def kv_dtype(model: LoadedModel) -> torch.dtype:
+def kv_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
     """KV is kept in the dtype of the arithmetic: float32 on a CPU, that of the weights on a GPU."""
-    return torch.float32 if model.decoder.device.type == "cpu" else model.dtype
+    return torch.float32 if device.type == "cpu" else weights
 
 
-def num_blocks(config: CacheConfig, model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Blocks of the pool: what was asked for, or what fits in the memory budget. Raises `ConfigError` if none fits."""
+def num_blocks(
+    config: CacheConfig, model: DecoderConfig, dtype: torch.dtype, device: torch.device, *, weights_to_come: int = 0
+) -> int:
+    """Blocks of the pool: what was asked for, or what fits in the memory budget. Raises `ConfigError` if none fits.
+
+    weights_to_come: bytes that weights will still take from what is free on the device.
+    """
     if config.num_blocks is not None:
         return config.num_blocks
     if config.kv_memory is not None:
         budget = config.kv_memory * GIB
     elif device.type == "cuda":
-        budget = CUDA_KV_SHARE * torch.cuda.mem_get_info(device)[0]
+        budget = CUDA_KV_SHARE * (torch.cuda.mem_get_info(device)[0] - weights_to_come)
     else:
         budget = CPU_KV_GIB * GIB
     per_block = model.kv_bytes_per_token(dtype) * config.block_size
@@ -81,7 +86,8 @@ def _runner(model: LoadedModel, blocks: int, block_size: int, dtype: torch.dtype
         ) from error
 
 
-def _max_model_len(wanted: int | None, model: DecoderConfig) -> int:
+def max_model_len(wanted: int | None, model: DecoderConfig) -> int:
+    """Tokens of the longest context: what was asked for, or what the model was made for. Raises `ConfigError`."""
     if wanted is not None and wanted > model.max_positions:
         scalings = ", ".join(sorted({rope.scaling for rope in model.ropes}))
         raise ConfigError(
