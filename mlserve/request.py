@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -21,7 +22,8 @@ __all__ = [
 
 MAX_N = 128
 MAX_LOGPROBS = 64
-MAX_STOP_STRINGS = 64
+MAX_STRINGS = 64  # stop strings, bad words
+MAX_STRING_LENGTH = 1000  # characters of one of them
 MAX_SEED = 2**64 - 1
 GREEDY_BELOW = 1e-3
 
@@ -39,7 +41,7 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How tokens are chosen. Defaults are those of the OpenAI API, except `temperature=0` (greedy) and `max_tokens`.
 
-    Raises `SamplingParamsError` for values out of range and for contradictions.
+    Raises `SamplingParamsError` for values of the wrong type or out of range, and for contradictions. Lists are copied.
     """
 
     n: int = 1
@@ -65,11 +67,13 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        if isinstance(self.bad_words, str):
-            object.__setattr__(self, "bad_words", (self.bad_words,))
-        _check_ranges(self)
+        for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids"):
+            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
+        _require(
+            isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping from token ids to numbers"
+        )
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        _check_numbers(self)
         _check_lists(self)
         if self.min_tokens > self.max_tokens:
             raise SamplingParamsError(
@@ -88,7 +92,7 @@ class SamplingParams:
 
 def _require(holds: bool, name: str, value: object, want: str) -> None:
     if not holds:
-        raise SamplingParamsError(f"{name} is {value!r}: give {want}")
+        raise SamplingParamsError(f"{name} is {reprlib.repr(value)}: give {want}")
 
 
 def _is_int(value: object) -> bool:
@@ -96,47 +100,66 @@ def _is_int(value: object) -> bool:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a number that a float holds: 10**400 isn't."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
-def _check_ranges(p: SamplingParams) -> None:
-    _require(_is_int(p.n) and 1 <= p.n <= MAX_N, "n", p.n, f"an integer from 1 to {MAX_N}")
-    _require(_is_int(p.max_tokens) and p.max_tokens >= 0, "max_tokens", p.max_tokens, "an integer, 0 or more")
-    _require(_is_int(p.min_tokens) and p.min_tokens >= 0, "min_tokens", p.min_tokens, "an integer, 0 or more")
-    finite_from_0 = _is_finite(p.temperature) and p.temperature >= 0
-    _require(finite_from_0, "temperature", p.temperature, "a finite number, 0 (greedy) or more")
-    _require(_is_finite(p.top_p) and 0 < p.top_p <= 1, "top_p", p.top_p, "a number above 0, at most 1")
-    _require(
-        p.top_k is None or (_is_int(p.top_k) and p.top_k >= 1), "top_k", p.top_k, "an integer from 1, or None for all"
-    )
-    _require(_is_finite(p.min_p) and 0 <= p.min_p <= 1, "min_p", p.min_p, "a number from 0 to 1")
-    positive = _is_finite(p.repetition_penalty) and p.repetition_penalty > 0
-    _require(positive, "repetition_penalty", p.repetition_penalty, "a finite number above 0")
-    for name in ("presence_penalty", "frequency_penalty"):
+def _as_tuple(name: str, value: object) -> tuple[object, ...] | None:
+    """A list as a tuple; one string, for a field of strings, is a list of one."""
+    if value is None and name == "allowed_token_ids":
+        return None
+    if isinstance(value, str) and name in ("stop", "bad_words"):
+        return (value,)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return tuple(value)
+    raise SamplingParamsError(f"{name} is {reprlib.repr(value)}: give a list")
+
+
+def _check_numbers(p: SamplingParams) -> None:
+    def integer(name: str, low: int, high: float, want: str, *, optional: bool = False) -> None:
         value = getattr(p, name)
-        _require(_is_finite(value) and -2 <= value <= 2, name, value, "a number from -2 to 2")
-    seed_fits = p.seed is None or (_is_int(p.seed) and 0 <= p.seed <= MAX_SEED)
-    _require(seed_fits, "seed", p.seed, "an integer from 0 to 2**64 - 1, or None")
-    for name in ("logprobs", "prompt_logprobs"):
+        fits = (optional and value is None) or (_is_int(value) and low <= value <= high)
+        _require(fits, name, value, f"an integer {want}{', or None' if optional else ''}")
+
+    def number(name: str, fits: Callable[[float], bool], want: str) -> None:
         value = getattr(p, name)
-        fits = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
-        _require(fits, name, value, f"an integer from 0 to {MAX_LOGPROBS}, or None")
+        _require(_is_finite(value) and fits(value), name, value, f"a number {want}")
+
+    integer("n", 1, MAX_N, f"from 1 to {MAX_N}")
+    integer("max_tokens", 0, math.inf, "from 0")
+    integer("min_tokens", 0, math.inf, "from 0")
+    integer("top_k", 1, math.inf, "from 1", optional=True)
+    integer("seed", 0, MAX_SEED, "from 0 to 2**64 - 1", optional=True)
+    integer("logprobs", 0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}", optional=True)
+    integer("prompt_logprobs", 0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}", optional=True)
+    number("temperature", lambda value: value >= 0, "from 0 (greedy)")
+    number("top_p", lambda value: 0 < value <= 1, "above 0, at most 1")
+    number("min_p", lambda value: 0 <= value <= 1, "from 0 to 1")
+    number("repetition_penalty", lambda value: 0.01 <= value <= 100, "from 0.01 to 100")
+    number("presence_penalty", lambda value: -2 <= value <= 2, "from -2 to 2")
+    number("frequency_penalty", lambda value: -2 <= value <= 2, "from -2 to 2")
+    for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        _require(isinstance(getattr(p, name), bool), name, getattr(p, name), "True or False")
 
 
 def _check_lists(p: SamplingParams) -> None:
-    _require(len(p.stop) <= MAX_STOP_STRINGS, "the number of stop strings", len(p.stop), f"at most {MAX_STOP_STRINGS}")
     for name in ("stop", "bad_words"):
-        for text in getattr(p, name):
-            _require(isinstance(text, str) and text != "", name, text, "strings that are not empty")
-    for token in p.stop_token_ids:
-        _require(_is_int(token) and token >= 0, "stop_token_ids", token, "token ids, 0 or more")
-    for token, bias in p.logit_bias.items():
-        _require(_is_int(token) and token >= 0, "logit_bias token", token, "token ids, 0 or more")
-        _require(_is_finite(bias) and -100 <= bias <= 100, "logit_bias", bias, "a number from -100 to 100")
-    if p.allowed_token_ids is not None:
-        _require(len(p.allowed_token_ids) > 0, "allowed_token_ids", p.allowed_token_ids, "at least one id, or None")
-        for token in p.allowed_token_ids:
-            _require(_is_int(token) and token >= 0, "allowed_token_ids", token, "token ids, 0 or more")
+        texts = getattr(p, name)
+        _require(len(texts) <= MAX_STRINGS, f"the number of strings in {name}", len(texts), f"at most {MAX_STRINGS}")
+        for text in texts:
+            fits = isinstance(text, str) and 1 <= len(text) <= MAX_STRING_LENGTH
+            _require(fits, f"an entry of {name}", text, f"strings of 1 to {MAX_STRING_LENGTH} characters")
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for token in getattr(p, name) or ():
+            _require(_is_int(token) and token >= 0, f"a token of {name}", token, "token ids, 0 or more")
+    for bias in p.logit_bias.values():
+        _require(_is_finite(bias) and -100 <= bias <= 100, "a value of logit_bias", bias, "numbers from -100 to 100")
+    _require(p.allowed_token_ids != (), "allowed_token_ids", [], "at least one id, or None for all")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import CHAT_TEMPLATE, IM_END, IM_START
+from tiny import IM_END, IM_START
 
 from mlserve.config import EMBEDDED_MODEL
 from mlserve.engine.prompt import render_chat, validate_prompt_ids
@@ -318,7 +318,3 @@ def test_long_prompts_are_checked_quickly() -> None:
     start = time.process_time()
     validate_prompt_ids(ids, 100_000)
     assert time.process_time() - start < 0.05  # 4 ms
-
-
-def test_the_fixtures_template_is_what_these_tests_expect(tokenizer: Tokenizer) -> None:
-    assert tokenizer.chat_template == CHAT_TEMPLATE

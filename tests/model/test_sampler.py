@@ -20,7 +20,6 @@ from transformers import (
 
 from mlserve.model.sampler import Sampler
 from mlserve.model.uniform import uniforms
-from mlserve.request import SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -238,8 +237,3 @@ def test_uniforms_stay_what_they_were() -> None:
 
 def test_seeds_of_64_bits_are_all_different() -> None:
     assert len(set(uniforms([0, 1, 2**32, 2**63, 2**64 - 1], [0] * 5))) == 5
-
-
-def test_greedy_threshold_is_where_sampling_begins() -> None:
-    assert SamplingParams(temperature=9.9e-4).is_greedy
-    assert not SamplingParams(temperature=1e-3).is_greedy
