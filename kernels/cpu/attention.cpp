@@ -36,7 +36,7 @@ struct PlannedTask {
 class Attention {
  public:
   Attention(Heads q, const PagedKV& kv, const Sequences& sequences, const AttentionOptions& options, float* out)
-      : q_(q), kv_(kv), options_(options), out_(out), width_(divide_up(kv.head_dim, 16) * 16) {
+      : q_(q), kv_(kv), options_(options), out_(out), width_(padded_width(kv.head_dim)) {
     // prefill first: its tasks are the long ones, and the short ones fill the gaps at the end
     for (int64_t s = 0; s < sequences.count; ++s) {
       if (query_len(sequences, s) > 1) plan_prefill(sequences, s);
@@ -171,6 +171,44 @@ float* thread_scratch(int64_t count) {
     size = count;
   }
   return scratch.get();
+}
+
+void scale_queries(const AttentionTask& task, Heads q, int64_t head_dim, float scale, float* scaled) {
+  for (int64_t r = 0; r < task.rows(); ++r) {
+    const float* row = q.data + (task.first_query + r / task.heads) * q.token_stride +
+                       (task.first_head + r % task.heads) * q.head_stride;
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      store(scaled + r * head_dim + d, _mm256_mul_ps(load(row + d), splat(scale)));
+    }
+  }
+}
+
+void softmax_row(float* scores, int64_t hidden, int64_t count, const AttentionOptions& options, SoftmaxRow row,
+                 int64_t width) {
+  if (options.has_soft_cap) {
+    const Vec cap = splat(options.soft_cap), inverse = splat(1.0f / options.soft_cap);
+    for (int64_t j = 0; j < count; j += kLanes) {
+      store(scores + j, _mm256_mul_ps(cap, tanh(_mm256_mul_ps(load(scores + j), inverse))));
+    }
+  }
+  std::fill(scores, scores + hidden, -INFINITY);
+  for (int64_t j = count; j % kLanes != 0; ++j) scores[j] = -INFINITY;
+  Vec highest = splat(*row.peak);
+  for (int64_t j = 0; j < count; j += kLanes) highest = _mm256_max_ps(highest, load(scores + j));
+  const float peak = max(highest);
+  Vec sums = zero();
+  for (int64_t j = 0; j < count; j += kLanes) {
+    const Vec weight = exp(_mm256_sub_ps(load(scores + j), splat(peak)));
+    store(scores + j, weight);
+    sums = _mm256_add_ps(sums, weight);
+  }
+  if (peak != *row.peak) {
+    const float scale = std::exp(*row.peak - peak);
+    for (int64_t d = 0; d < width; d += kLanes) store(row.out + d, _mm256_mul_ps(load(row.out + d), splat(scale)));
+    *row.total *= scale;
+    *row.peak = peak;
+  }
+  *row.total += sum(sums);
 }
 
 void paged_attention(Heads q, const PagedKV& kv, const Sequences& sequences, const AttentionOptions& options,

@@ -11,8 +11,6 @@
 
 namespace mlserve {
 
-constexpr int64_t kKeyTile = 64;  // keys whose scores are held at once
-
 // One task: some queries of one sequence against a range of its keys.
 //
 // Its rows are (query, query head) pairs: row r is query first_query + r / heads and head first_head + r % heads.
@@ -26,12 +24,30 @@ struct AttentionTask {
   int64_t rows() const { return queries * heads; }
 };
 
-// The online softmax of a task's rows: out = sum(exp(score - peak) * value), not yet divided by total.
+// Numbers in a row of sums: head_dim, rounded up to a panel (see panels.h).
+inline int64_t padded_width(int64_t head_dim) { return divide_up(head_dim, 16) * 16; }
+
+// The online softmax of one row: out = sum(exp(score - peak) * value), not yet divided by total.
+struct SoftmaxRow {
+  float *out, *peak, *total;
+};
+
+// Of all rows of a task.
 struct SoftmaxState {
-  float* out;    // [rows, width], width = head_dim rounded up to a panel
+  float* out;    // [rows, width]
   float* peak;   // [rows]
   float* total;  // [rows]
+
+  SoftmaxRow row(int64_t r, int64_t width) const { return {out + r * width, peak + r, total + r}; }
 };
+
+// Takes a row's scores of keys [0, count): caps them, turns them into weights relative to the new peak, and rescales
+// what the row has summed so far. In place; weights are 0 for the first `hidden` keys and up to a multiple of 8.
+void softmax_row(float* scores, int64_t hidden, int64_t count, const AttentionOptions& options, SoftmaxRow row,
+                 int64_t width);
+
+// scaled[row, :] = scale * its query, for a task's rows
+void scale_queries(const AttentionTask& task, Heads q, int64_t head_dim, float scale, float* scaled);
 
 struct Free {
   void operator()(float* p) const { std::free(p); }
@@ -48,8 +64,8 @@ inline AlignedFloats aligned_floats(int64_t count) {
 // A buffer of the calling thread that only grows; what it holds is undefined.
 float* thread_scratch(int64_t count);
 
-// Where the keys [begin, begin + count) of a sequence stand, for KV head 0; `count` <= kKeyTile. Values stand
-// kv.value_offset later. rows[count ..] up to a multiple of 8 repeat the last row, so that kernels may over-read safely.
+// Where the keys [begin, begin + count) of a sequence stand, for KV head 0; Values stand kv.value_offset
+// later. rows[count ..] up to a multiple of 8 repeat the last row, so that kernels may over-read safely.
 template <class T>
 inline void find_keys(const PagedKV& kv, const int32_t* blocks, int64_t begin, int64_t count, const T** rows) {
   int64_t block = begin / kv.block_size, offset = begin % kv.block_size;

@@ -1,5 +1,5 @@
 // Attention of one query per sequence: bound by reading KV once, so all heads that share a KV head take each key and
-// value from registers, three heads at a time.
+// value from registers, three heads at a time, and memory is read in the order in which it lies.
 #include <algorithm>
 #include <cmath>
 
@@ -8,48 +8,54 @@
 namespace mlserve {
 namespace {
 
-constexpr int kMaxHeads = 3;  // 3 heads x 4 keys (or 4 vectors of a value) fill 12 of the 16 registers
+constexpr int64_t kTile = 32;   // keys whose scores are held at once
+constexpr int kMaxHeads = 3;    // 3 heads x 4 keys (or 4 vectors of a value) fill 12 of the 16 registers
+constexpr int64_t kKeyStep = 4;
 
-// scores[h][j] = q[h] . key[j]; keys are taken four at a time, the last four may repeat a key
+template <class T>
+struct KeyTile {
+  const T* rows[kTile];  // as of find_keys
+  int64_t count;
+};
+
+// scores[h][0..4) = q[h] . keys[0..4)
 template <int kHeads, class T>
-void score(const float* q, int64_t head_dim, const T* const* keys, int64_t count, int64_t offset, float* scores) {
-  for (int64_t j = 0; j < count; j += 4) {
-    Vec sums[kHeads][4];
-    for (auto& head : sums) head[0] = head[1] = head[2] = head[3] = zero();
-    for (int64_t d = 0; d < head_dim; d += kLanes) {
-      Vec query[kHeads];
+inline void score(const float* q, int64_t head_dim, const T* const* keys, int64_t offset, float* scores) {
+  Vec sums[kHeads][kKeyStep];
+  for (auto& head : sums) head[0] = head[1] = head[2] = head[3] = zero();
+  for (int64_t d = 0; d < head_dim; d += kLanes) {
+    Vec query[kHeads];
 #pragma GCC unroll 3
-      for (int h = 0; h < kHeads; ++h) query[h] = load(q + h * head_dim + d);
+    for (int h = 0; h < kHeads; ++h) query[h] = load(q + h * head_dim + d);
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        const Vec key = load(keys[j + i] + offset + d);
+    for (int i = 0; i < kKeyStep; ++i) {
+      const Vec key = load(keys[i] + offset + d);
 #pragma GCC unroll 3
-        for (int h = 0; h < kHeads; ++h) sums[h][i] = fma(query[h], key, sums[h][i]);
-      }
+      for (int h = 0; h < kHeads; ++h) sums[h][i] = fma(query[h], key, sums[h][i]);
     }
+  }
 #pragma GCC unroll 3
-    for (int h = 0; h < kHeads; ++h) {
-      _mm_storeu_ps(scores + h * kKeyTile + j, sum4(sums[h][0], sums[h][1], sums[h][2], sums[h][3]));
-    }
+  for (int h = 0; h < kHeads; ++h) {
+    _mm_storeu_ps(scores + h * kTile, sum4(sums[h][0], sums[h][1], sums[h][2], sums[h][3]));
   }
 }
 
-// out[h] += sum over j of weights[h][j] * value[j], for kVecs vectors of the head at a time
+// out[h] += sum over j of weights[h][j] * value[j], for kVecs vectors of the head
 template <int kHeads, int kVecs, class T>
-void add_values(const float* weights, const T* const* keys, int64_t count, int64_t offset, float* out, int64_t width) {
+inline void add_vectors(const float* weights, const KeyTile<T>& tile, int64_t offset, float* out, int64_t width) {
   Vec sums[kHeads][kVecs];
 #pragma GCC unroll 3
   for (int h = 0; h < kHeads; ++h) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) sums[h][v] = load(out + h * width + v * kLanes);
   }
-  for (int64_t j = 0; j < count; ++j) {
+  for (int64_t j = 0; j < tile.count; ++j) {
     Vec weight[kHeads];
 #pragma GCC unroll 3
-    for (int h = 0; h < kHeads; ++h) weight[h] = splat(weights[h * kKeyTile + j]);
+    for (int h = 0; h < kHeads; ++h) weight[h] = splat(weights[h * kTile + j]);
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
-      const Vec value = load(keys[j] + offset + v * kLanes);
+      const Vec value = load(tile.rows[j] + offset + v * kLanes);
 #pragma GCC unroll 3
       for (int h = 0; h < kHeads; ++h) sums[h][v] = fma(weight[h], value, sums[h][v]);
     }
@@ -61,100 +67,103 @@ void add_values(const float* weights, const T* const* keys, int64_t count, int64
   }
 }
 
-void cap_scores(float* scores, int64_t count, float cap) {
-  for (int64_t j = 0; j < count; j += kLanes) {
-    const Vec capped = _mm256_mul_ps(splat(cap), tanh(_mm256_mul_ps(load(scores + j), splat(1.0f / cap))));
-    store(scores + j, capped);
-  }
-}
-
-// Turns one head's scores into weights and rescales what it has summed so far to the new peak.
-void softmax(float* scores, int64_t count, float* peak, float* total, float* out, int64_t width) {
-  for (int64_t j = count; j % kLanes != 0; ++j) scores[j] = -INFINITY;
-  Vec highest = splat(*peak);
-  for (int64_t j = 0; j < count; j += kLanes) highest = _mm256_max_ps(highest, load(scores + j));
-  const float new_peak = max(highest);
-  Vec sums = zero();
-  for (int64_t j = 0; j < count; j += kLanes) {
-    const Vec weight = exp(_mm256_sub_ps(load(scores + j), splat(new_peak)));
-    store(scores + j, weight);
-    sums = _mm256_add_ps(sums, weight);
-  }
-  if (new_peak != *peak) {
-    const float scale = std::exp(*peak - new_peak);
-    for (int64_t d = 0; d < width; d += kLanes) store(out + d, _mm256_mul_ps(load(out + d), splat(scale)));
-    *total *= scale;
-    *peak = new_peak;
-  }
-  *total += sum(sums);
-}
-
-template <class T>
-struct KeyTile {
-  const T* rows[kKeyTile];
-  int64_t count;
-};
-
-// kHeads query heads of one KV head against one tile of keys.
+// The same for the whole head.
 template <int kHeads, class T>
-void attend_tile(const float* q, const KeyTile<T>& tile, int64_t head_offset, const PagedKV& kv,
-                 const AttentionOptions& options, SoftmaxState state, int64_t width) {
-  alignas(32) float scores[kHeads * kKeyTile];
-  score<kHeads>(q, kv.head_dim, tile.rows, tile.count, head_offset, scores);
-  for (int h = 0; h < kHeads; ++h) {
-    float* row = scores + h * kKeyTile;
-    if (options.has_soft_cap) cap_scores(row, tile.count, options.soft_cap);
-    softmax(row, tile.count, state.peak + h, state.total + h, state.out + h * width, width);
-  }
+inline void add_values(const float* weights, const KeyTile<T>& tile, int64_t offset, int64_t head_dim, float* out,
+                       int64_t width) {
   int64_t d = 0;
-  const int64_t offset = head_offset + kv.value_offset;
-  for (; d + 4 * kLanes <= kv.head_dim; d += 4 * kLanes) {
-    add_values<kHeads, 4>(scores, tile.rows, tile.count, offset + d, state.out + d, width);
+  for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) {
+    add_vectors<kHeads, 4>(weights, tile, offset + d, out + d, width);
   }
-  for (; d < kv.head_dim; d += kLanes) {
-    add_values<kHeads, 1>(scores, tile.rows, tile.count, offset + d, state.out + d, width);
-  }
+  for (; d < head_dim; d += kLanes) add_vectors<kHeads, 1>(weights, tile, offset + d, out + d, width);
 }
 
 template <class T>
-void attend(const AttentionTask& task, Heads q, const PagedKV& kv, const AttentionOptions& options,
-            SoftmaxState state) {
-  const int64_t head_dim = kv.head_dim, width = divide_up(head_dim, 16) * 16, group = task.heads / kv.kv_heads;
-  float* scaled_q = thread_scratch(task.heads * head_dim);
-  for (int64_t h = 0; h < task.heads; ++h) {
-    const float* row = q.data + task.first_query * q.token_stride + h * q.head_stride;
-    for (int64_t d = 0; d < head_dim; d += kLanes) {
-      store(scaled_q + h * head_dim + d, _mm256_mul_ps(load(row + d), splat(options.scale)));
+class Decoder {
+ public:
+  Decoder(const AttentionTask& task, Heads q, const PagedKV& kv, const AttentionOptions& options, SoftmaxState state)
+      : task_(task), kv_(kv), options_(options), state_(state), group_(task.heads / kv.kv_heads),
+        width_(padded_width(kv.head_dim)) {
+    q_ = thread_scratch(task.heads * (kv.head_dim + kTile));
+    scores_ = q_ + task.heads * kv.head_dim;
+    scale_queries(task, q, kv.head_dim, options.scale, q_);
+  }
+
+  void run() {
+    KeyTile<T> tiles[2];
+    load_tile(task_.first_key, tiles[0]);
+    for (int64_t key = task_.first_key, i = 0; key < task_.end_key; key += kTile, ++i) {
+      load_tile(key + kTile, tiles[(i + 1) % 2]);
+      attend(tiles[i % 2], tiles[(i + 1) % 2]);
     }
   }
-  KeyTile<T> tile;
-  for (int64_t key = task.first_key; key < task.end_key; key += kKeyTile) {
-    tile.count = std::min(kKeyTile, task.end_key - key);
-    find_keys(kv, task.blocks, key, tile.count, tile.rows);
-    for (int64_t head = 0; head < task.heads;) {
-      const int64_t left = group - head % group;
-      const SoftmaxState rows{state.out + head * width, state.peak + head, state.total + head};
-      const float* head_q = scaled_q + head * head_dim;
-      const int64_t offset = head / group * kv.head_stride;
+
+ private:
+  // The task's keys from `key` on; none if that is past its end.
+  void load_tile(int64_t key, KeyTile<T>& tile) const {
+    tile.count = std::clamp<int64_t>(task_.end_key - key, 0, kTile);
+    if (tile.count > 0) find_keys(kv_, task_.blocks, key, tile.count, tile.rows);
+  }
+
+  void attend(const KeyTile<T>& tile, const KeyTile<T>& next) {
+    for (int64_t j = 0; j < tile.count; j += kKeyStep) {
+      prefetch(tile, j, kv_.value_offset);
+      prefetch(next, j, 0);
+      for_head_runs([&](auto heads, int64_t head, int64_t offset) {
+        score<heads>(q_ + head * kv_.head_dim, kv_.head_dim, tile.rows + j, offset, scores_ + head * kTile + j);
+      });
+    }
+    for (int64_t head = 0; head < task_.heads; ++head) {
+      softmax_row(scores_ + head * kTile, 0, tile.count, options_, state_.row(head, width_), width_);
+    }
+    for_head_runs([&](auto heads, int64_t head, int64_t offset) {
+      add_values<heads>(scores_ + head * kTile, tile, offset + kv_.value_offset, kv_.head_dim,
+                        state_.out + head * width_, width_);
+    });
+  }
+
+  // Asks for rows [j, j + 4), all heads, to be in the cache by the time they are needed: the hardware doesn't guess
+  // that one block follows another. (Must be inlined: GCC drops calls of functions that only prefetch.)
+  __attribute__((always_inline)) void prefetch(const KeyTile<T>& tile, int64_t j, int64_t offset) const {
+    constexpr int64_t line = 64 / sizeof(T);
+    for (int64_t i = j; i < std::min(j + kKeyStep, tile.count); ++i) {
+      for (int64_t d = 0; d < kv_.kv_heads * kv_.head_stride; d += line) {
+        _mm_prefetch(reinterpret_cast<const char*>(tile.rows[i] + offset + d), _MM_HINT_T0);
+      }
+    }
+  }
+
+  // run(number of heads, first head, where its KV head starts in a row), for runs of up to 3 heads of a group
+  template <class Run>
+  void for_head_runs(const Run& run) const {
+    for (int64_t head = 0; head < task_.heads;) {
+      const int64_t left = group_ - head % group_, offset = head / group_ * kv_.head_stride;
       if (left >= kMaxHeads) {
-        attend_tile<3>(head_q, tile, offset, kv, options, rows, width);
+        run(std::integral_constant<int, 3>{}, head, offset);
         head += 3;
       } else if (left == 2) {
-        attend_tile<2>(head_q, tile, offset, kv, options, rows, width);
+        run(std::integral_constant<int, 2>{}, head, offset);
         head += 2;
       } else {
-        attend_tile<1>(head_q, tile, offset, kv, options, rows, width);
+        run(std::integral_constant<int, 1>{}, head, offset);
         head += 1;
       }
     }
   }
-}
+
+  const AttentionTask& task_;
+  const PagedKV& kv_;
+  const AttentionOptions& options_;
+  SoftmaxState state_;
+  int64_t group_, width_;
+  float *q_, *scores_;  // thread scratch: [heads, head_dim], [heads, kTile]
+};
 
 }  // namespace
 
 void attend_decode(const AttentionTask& task, Heads q, const PagedKV& kv, const AttentionOptions& options,
                    SoftmaxState state) {
-  with_type(kv.dtype, [&](auto type) { attend<decltype(type)>(task, q, kv, options, state); });
+  with_type(kv.dtype, [&](auto type) { Decoder<decltype(type)>(task, q, kv, options, state).run(); });
 }
 
 }  // namespace mlserve

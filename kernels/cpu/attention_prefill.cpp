@@ -9,7 +9,7 @@
 namespace mlserve {
 namespace {
 
-constexpr int64_t kVecsPerPanel = kPanelColumns / kLanes;
+constexpr int64_t kKeyTile = 64;  // keys whose scores are held at once
 
 inline void transpose8(Vec (&r)[8]) {
   Vec t[8], u[8];
@@ -61,23 +61,14 @@ struct Visible {
 
 class QueryTile {
  public:
-  QueryTile(const AttentionTask& task, const AttentionOptions& options, int64_t head_dim, SoftmaxState state)
+  QueryTile(const AttentionTask& task, Heads q, const AttentionOptions& options, int64_t head_dim, SoftmaxState state)
       : task_(task), options_(options), state_(state), head_dim_(head_dim),
-        width_(divide_up(head_dim, kPanelColumns) * kPanelColumns), rows_(task.rows()) {
+        width_(padded_width(head_dim)), rows_(task.rows()) {
     q_ = thread_scratch(rows_ * (head_dim_ + kKeyTile) + kKeyTile * (head_dim_ + width_));
     scores_ = q_ + rows_ * head_dim_;
     keys_ = scores_ + rows_ * kKeyTile;
     values_ = keys_ + kKeyTile * head_dim_;
-  }
-
-  void load_queries(Heads q) {
-    for (int64_t r = 0; r < rows_; ++r) {
-      const float* row = q.data + (task_.first_query + r / task_.heads) * q.token_stride +
-                         (task_.first_head + r % task_.heads) * q.head_stride;
-      for (int64_t d = 0; d < head_dim_; d += kLanes) {
-        store(q_ + r * head_dim_ + d, _mm256_mul_ps(load(row + d), splat(options_.scale)));
-      }
-    }
+    scale_queries(task, q, head_dim, options.scale, q_);
   }
 
   template <class T>
@@ -116,42 +107,18 @@ class QueryTile {
     }
   }
 
-  // Turns a row's scores into weights, 0 where it may not look, and rescales its sums to the new peak.
+  // Turns a row's scores into weights; 0 where it may not look.
   void softmax(int64_t row, Visible seen, int64_t count) {
     float* scores = scores_ + row * kKeyTile;
-    const int64_t padded = divide_up(count, kLanes) * kLanes;
-    if (seen.end <= seen.begin) {
+    const int64_t end = std::max<int64_t>(seen.end, 0), padded = divide_up(end, kLanes) * kLanes;
+    std::fill(scores + padded, scores + std::max(padded, count), 0.0f);
+    if (seen.begin >= end) {
       std::fill(scores, scores + padded, 0.0f);
       return;
     }
-    if (options_.has_soft_cap) cap(scores, padded);
-    std::fill(scores, scores + seen.begin, -INFINITY);
-    std::fill(scores + seen.end, scores + padded, -INFINITY);
-    float& peak = state_.peak[row];
-    Vec highest = splat(peak);
-    for (int64_t j = 0; j < padded; j += kLanes) highest = _mm256_max_ps(highest, load(scores + j));
-    const float new_peak = max(highest);
-    Vec sums = zero();
-    for (int64_t j = 0; j < padded; j += kLanes) {
-      const Vec weight = exp(_mm256_sub_ps(load(scores + j), splat(new_peak)));
-      store(scores + j, weight);
-      sums = _mm256_add_ps(sums, weight);
-    }
-    if (new_peak != peak) {
-      const float scale = std::exp(peak - new_peak);
-      float* out = state_.out + row * width_;
-      for (int64_t d = 0; d < width_; d += kLanes) store(out + d, _mm256_mul_ps(load(out + d), splat(scale)));
-      state_.total[row] *= scale;
-      peak = new_peak;
-    }
-    state_.total[row] += sum(sums);
-  }
-
-  void cap(float* scores, int64_t count) const {
-    const Vec cap = splat(options_.soft_cap), inverse = splat(1.0f / options_.soft_cap);
-    for (int64_t j = 0; j < count; j += kLanes) {
-      store(scores + j, _mm256_mul_ps(cap, tanh(_mm256_mul_ps(load(scores + j), inverse))));
-    }
+    const int64_t begin = seen.begin / kLanes * kLanes;
+    std::fill(scores, scores + begin, 0.0f);
+    softmax_row(scores + begin, seen.begin - begin, end - begin, options_, state_.row(row, width_), width_);
   }
 
   // out += weights @ values; a tile of rows stops at the last key that its last row sees
@@ -185,8 +152,7 @@ class QueryTile {
 
 void attend_prefill(const AttentionTask& task, Heads q, const PagedKV& kv, const AttentionOptions& options,
                     SoftmaxState state) {
-  QueryTile tile(task, options, kv.head_dim, state);
-  tile.load_queries(q);
+  QueryTile tile(task, q, options, kv.head_dim, state);
   const int64_t key_offset = task.first_head / task.heads * kv.head_stride;
   with_type(kv.dtype, [&](auto type) {
     const decltype(type)* keys[kKeyTile];

@@ -15,7 +15,7 @@ constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kChunkBytes = std::size_t{64} << 20;
 
 // Rows of x that one task keeps in its L2 cache, and the depth of a panel that it multiplies them by at a time.
-constexpr int64_t kMaxTaskRows = 96;
+constexpr int64_t kMaxTaskRows = 192;
 constexpr int64_t kMaxDepth = 576;
 // Few rows: weights a task streams before it asks for more work.
 constexpr int64_t kTaskBytes = 128 << 10;
