@@ -25,7 +25,7 @@ from tokenizers import (
 )
 
 from mlserve.engine.tokenizer_parts import TokenizerParts
-from mlserve.errors import CorruptWeightsError, UnsupportedModelError
+from mlserve.errors import CorruptWeightsError, ModelError, UnsupportedModelError
 from mlserve.model.gguf_header import read_header
 
 __all__ = ["read_gguf"]
@@ -111,28 +111,30 @@ def read_gguf(path: Path) -> TokenizerParts:
     metadata = read_header(path).metadata
     fields = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     try:
-        kind = fields["model"]
-        if kind == "gpt2":
-            backend, adds_bos = _byte_level(fields)
-        elif kind == "llama":
-            backend, adds_bos = _sentence_piece(fields), True
-        else:
-            raise UnsupportedModelError(
-                f"{str(path)!r} has a tokenizer of kind {kind!r}, 'gpt2' (byte-level) and 'llama' (SentencePiece) are "
-                "served: use the model's Hugging Face folder"
-            )
-        _add_tokens(backend, fields)
-        special_tokens = {role: fields["tokens"][fields[key]] for role, key in ROLES.items() if key in fields}
-    except (KeyError, IndexError) as error:
-        raise CorruptWeightsError(f"{str(path)!r} has an incomplete tokenizer ({error!r}): fetch it again") from error
+        backend, special_tokens = _build(fields)
+        ends = tuple(fields[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in fields)
+    except ModelError:
+        raise
+    except Exception as error:  # a part is missing, or two don't fit; `tokenizers` raises plain `Exception`
+        raise CorruptWeightsError(f"{str(path)!r} has a broken tokenizer ({error!r}): fetch it again") from error
+    return TokenizerParts(backend, special_tokens, tuple(dict.fromkeys(ends)), metadata.get("tokenizer.chat_template"))
+
+
+def _build(fields: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
+    kind = fields["model"]
+    if kind == "gpt2":
+        backend, adds_bos = _byte_level(fields)
+    elif kind == "llama":
+        backend, adds_bos = _sentence_piece(fields), True
+    else:
+        raise UnsupportedModelError(
+            f"the GGUF file has a tokenizer of kind {kind!r}, 'gpt2' (byte-level) and 'llama' (SentencePiece) are "
+            "served: use the model's Hugging Face folder"
+        )
+    _add_tokens(backend, fields)
+    special_tokens = {role: fields["tokens"][fields[key]] for role, key in ROLES.items() if key in fields}
     _frame(backend, fields, special_tokens, fields.get("add_bos_token", adds_bos))
-    ends = [fields[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in fields]
-    return TokenizerParts(
-        backend=backend,
-        special_tokens=special_tokens,
-        eos_token_ids=tuple(dict.fromkeys(ends)),
-        chat_template=metadata.get("tokenizer.chat_template"),
-    )
+    return backend, special_tokens
 
 
 def _byte_level(fields: Mapping[str, Any]) -> tuple[Tokenizer, bool]:

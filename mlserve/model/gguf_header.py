@@ -91,6 +91,8 @@ def _read(data: mmap.mmap, path: Path) -> GGUFHeader:
         metadata[key] = cursor.value(cursor.scalar("I"))
     table = [_tensor_entry(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"general.alignment is {alignment!r}")
     start = -(-cursor.at // alignment) * alignment
     tensors = tuple(TensorInfo(name, shape, ggml_type, start + offset) for name, shape, ggml_type, offset in table)
     return GGUFHeader(path, metadata, tensors)

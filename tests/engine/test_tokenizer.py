@@ -315,9 +315,12 @@ def test_added_tokens_of_a_gguf_file(tmp_path: Path) -> None:
     [
         ({"model": "bert"}, UnsupportedModelError, "kind 'bert'"),
         ({"pre": "martian"}, UnsupportedModelError, "rule 'martian'"),
-        ({"merges": None}, CorruptWeightsError, "incomplete tokenizer"),
-        ({"model": None}, CorruptWeightsError, "incomplete tokenizer"),
-        ({"eos_token_id": 99999}, CorruptWeightsError, "incomplete tokenizer"),
+        ({"merges": None}, CorruptWeightsError, "broken tokenizer"),
+        ({"model": None}, CorruptWeightsError, "broken tokenizer"),
+        ({"eos_token_id": 99999}, CorruptWeightsError, "broken tokenizer"),
+        ({"token_type": [1, 2, 3]}, CorruptWeightsError, "broken tokenizer"),
+        ({"merges": ["x y", "no"]}, CorruptWeightsError, "broken tokenizer"),
+        ({"tokens": "abc"}, CorruptWeightsError, "broken tokenizer"),
     ],
 )
 def test_gguf_files_that_are_refused(
