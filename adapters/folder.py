@@ -51,6 +51,7 @@ class AdapterFolder:
 
         Raises `AdapterFileNotFoundError`, `AdapterLimitError`, `CorruptAdapterError`, `UnsupportedAdapterError`.
         """
+        self._check_folder()
         kind = SafetensorsFile if os.path.lexists(self.path / SAFETENSORS_FILE) else TorchFile
         name = SAFETENSORS_FILE if kind is SafetensorsFile else TORCH_FILE
         if kind is TorchFile and not os.path.lexists(self.path / TORCH_FILE):
@@ -64,10 +65,13 @@ class AdapterFolder:
             _check_size(name, sum(info.num_bytes for info in tensors.infos.values()), max_bytes)
             yield tensors
 
-    def _open(self, name: str) -> BufferedReader:
-        """Open a regular file; pipes, devices and what lies outside the root are refused."""
+    def _check_folder(self) -> None:
         if not self.path.is_dir():
             raise AdapterFileNotFoundError("there is no such folder: give one that PEFT's save_pretrained wrote")
+
+    def _open(self, name: str) -> BufferedReader:
+        """Open a regular file; pipes, devices and what lies outside the root are refused."""
+        self._check_folder()
         try:
             real = (self.path / name).resolve(strict=True)
             if self.root is not None and not real.is_relative_to(self.root.resolve()):

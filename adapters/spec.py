@@ -176,11 +176,11 @@ def targets_of(sites: Iterable[Site]) -> dict[Module, tuple[int, ...]]:
 
 def targets_text(targets: Mapping[Module, tuple[int, ...]]) -> str:
     """`q_proj, v_proj (layers 0-3, 7), lm_head`."""
-    groups = groupby(targets.items(), key=lambda item: item[1])
-    return ", ".join(
-        ", ".join(module for module, _ in group) + (f" (layers {_ranges(layers)})" if layers else "")
-        for layers, group in groups
-    )
+    texts = []
+    for layers, group in groupby(targets.items(), key=lambda item: item[1]):
+        where = f" (layer{'s' if len(layers) > 1 else ''} {_ranges(layers)})" if layers else ""
+        texts.append(", ".join(module for module, _ in group) + where)
+    return ", ".join(texts)
 
 
 def _ranges(layers: tuple[int, ...]) -> str:

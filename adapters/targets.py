@@ -29,7 +29,7 @@ _CHILD = """
 import json, re, sys
 patterns, texts = json.load(sys.stdin)
 compiled = [re.compile(pattern) for pattern in patterns]
-print(json.dumps([next((i for i, p in enumerate(compiled) if p.match(text)), None) for text in texts]))
+print(json.dumps([next((i for i, p in enumerate(compiled) if p.fullmatch(text)), None) for text in texts]))
 """
 
 T = TypeVar("T")
@@ -40,30 +40,35 @@ def pattern_values(patterns: Mapping[str, T], paths: Sequence[str], default: T) 
 
     Raises `CorruptAdapterError` for patterns that are none, or that take too long.
     """
-    found = _first_matches([rf"(.*\.)?({key})$" for key in patterns], paths, all(map(_PLAIN.fullmatch, patterns)))
+    found = _first_matches([rf"(.*\.)?({key})" for key in patterns], paths, all(map(_PLAIN.fullmatch, patterns)))
     values = list(patterns.values())
     return [default if index is None else values[index] for index in found]
 
 
 def targeted(settings: LoraSettings, paths: Sequence[str]) -> list[bool]:
-    """Whether the config asks for an adapter on each of the modules. Raises `CorruptAdapterError` as above."""
+    """Whether the config asks for an adapter on each of the modules. Raises `CorruptAdapterError` as above.
+
+    layers_to_transform is only for names that are not the whole path.
+    """
     excluded = _named(settings.exclude_modules, paths)
     if settings.target_modules == ALL_LINEAR:
         wanted = [path.rpartition(".")[2] not in (Module.LM_HEAD, Module.EMBED_TOKENS) for path in paths]
     elif isinstance(settings.target_modules, str):
         wanted = _named(settings.target_modules, paths)
     else:
-        listed = _named(settings.target_modules or (), paths)
-        wanted = [is_listed and _in_layers(settings, path) for is_listed, path in zip(listed, paths, strict=True)]
+        names = settings.target_modules or ()
+        listed = _named(names, paths)
+        wanted = [
+            path in names or (is_listed and _in_layers(settings, path))
+            for is_listed, path in zip(listed, paths, strict=True)
+        ]
     return [is_wanted and not is_excluded for is_wanted, is_excluded in zip(wanted, excluded, strict=True)]
 
 
 def _named(names: str | tuple[str, ...], paths: Sequence[str]) -> list[bool]:
     """Whether a path is one of the names or ends with one after a dot, or is matched as a whole by the pattern."""
     if isinstance(names, str):
-        return [
-            index is not None for index in _first_matches([rf"(?:{names})\Z"], paths, bool(_PLAIN.fullmatch(names)))
-        ]
+        return [index is not None for index in _first_matches([names], paths, bool(_PLAIN.fullmatch(names)))]
     return [any(path == name or path.endswith(f".{name}") for name in names) for path in paths]
 
 
@@ -78,13 +83,13 @@ def _in_layers(settings: LoraSettings, path: str) -> bool:
 
 
 def _first_matches(patterns: Sequence[str], texts: Sequence[str], are_plain: bool) -> list[int | None]:
-    """For each text the index of the first pattern that `re.match` finds in it."""
+    """For each text the index of the first pattern that it matches as a whole."""
     if not patterns:
         return [None] * len(texts)
     if not are_plain:
         return _first_matches_in_child(patterns, texts)
     compiled = [re.compile(pattern) for pattern in patterns]
-    return [next((i for i, pattern in enumerate(compiled) if pattern.match(text)), None) for text in texts]
+    return [next((i for i, pattern in enumerate(compiled) if pattern.fullmatch(text)), None) for text in texts]
 
 
 def _first_matches_in_child(patterns: Sequence[str], texts: Sequence[str]) -> list[int | None]:

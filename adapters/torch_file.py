@@ -83,6 +83,5 @@ def _is_plain(tensor: Tensor) -> bool:
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
         and tensor.device.type == "cpu"
-        and not tensor.is_quantized
         and tensor.nbytes <= tensor.untyped_storage().nbytes()  # no element stands for many
     )

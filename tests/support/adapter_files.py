@@ -10,6 +10,8 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+Change = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -37,7 +39,7 @@ def changed_copy(
     source: Path,
     folder: Path,
     *,
-    change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] = lambda tensors: tensors,
+    change: Change = lambda tensors: tensors,
     rename: Callable[[str], str] = lambda key: key,
     **settings: Any,
 ) -> Path:
@@ -45,6 +47,16 @@ def changed_copy(
     config = {key: value for key, value in (read_config(source) | settings).items() if value is not ...}
     tensors = change(read_tensors(source))
     return write_files(folder, config, {rename(key): tensor for key, tensor in tensors.items()})
+
+
+def without(*keys: str) -> Change:
+    """A change that leaves tensors out."""
+    return lambda tensors: {key: tensor for key, tensor in tensors.items() if key not in keys}
+
+
+def with_tensors(added: Mapping[str, Tensor]) -> Change:
+    """A change that adds tensors or puts them in the place of others."""
+    return lambda tensors: tensors | dict(added)
 
 
 def safetensors_bytes(header: Mapping[str, Any] | bytes, data: bytes = b"") -> bytes:
