@@ -27,6 +27,9 @@ SAMPLING_FLAGS = (
     "frequency_penalty", "seed", "ignore_eos",
 )  # fmt: skip
 
+# Where a chat's defaults are not those of `SamplingParams`: there is somebody to interrupt an answer that is too long.
+CHAT_DEFAULTS: dict[str, Any] = {"max_tokens": 512}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0, 1 after an error of ours, which is printed in one line, or 130 after
@@ -69,21 +72,23 @@ def _parser() -> argparse.ArgumentParser:
             group = command.add_argument_group((part.__doc__ or part.__name__).strip().rstrip("."))
             for option in fields(part):
                 if not (command is inspect and option.name == "model"):
-                    _add_flag(group, option)
+                    _add_flag(group, option, option.default)
     for command in (generate, chat):
         group = command.add_argument_group("Sampling")
         for option in fields(SamplingParams):
             if option.name in SAMPLING_FLAGS:
-                _add_flag(group, option)
+                own = CHAT_DEFAULTS if command is chat else {}
+                _add_flag(group, option, own.get(option.name, option.default))
     return parser
 
 
-def _add_flag(group: argparse._ArgumentGroup, option: Field[Any]) -> None:
-    """A flag that leaves no trace unless given, so that the dataclass applies its own default."""
+def _add_flag(group: argparse._ArgumentGroup, option: Field[Any], default: Any) -> None:
+    """A flag that leaves no trace unless given, so that the dataclass applies its own default. `default` is shown."""
     kind = _scalar_type(option)
     help_text = option.metadata.get("help", "")
-    if "default" not in help_text and option.default not in (None, MISSING):
-        help_text = f"{help_text} (default: {option.default})".strip()
+    if "default" not in help_text and default not in (None, MISSING):
+        help_text = f"{help_text} (default: {default})".strip()
+    help_text = help_text.replace("%", "%%")  # argparse formats it
     flag = f"--{option.name.replace('_', '-')}"
     if kind is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text)
@@ -131,7 +136,7 @@ def _generate(options: argparse.Namespace) -> None:
 def _chat(options: argparse.Namespace) -> None:
     from mlserve.terminal import converse
 
-    converse(_engine_options(options), _sampling(options, max_tokens=512), options.system)
+    converse(_engine_options(options), _sampling(options, **CHAT_DEFAULTS), options.system)
 
 
 def _inspect(options: argparse.Namespace) -> None:
