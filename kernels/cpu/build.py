@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,13 @@ def load_extension() -> ModuleType:
     if loaded is not None and loaded.__file__ == str(library):
         return loaded
     if not library.exists():
-        _build_once(library)
+        try:
+            _build_once(library)
+        except OSError as error:
+            raise KernelBuildError(
+                f"the native CPU kernels can't be kept in {library.parent} ({error}): set TORCH_EXTENSIONS_DIR to a "
+                "folder that you may write to, or use kernels='reference'"
+            ) from error
     return _import(library)
 
 
@@ -73,7 +80,7 @@ def _build_key() -> str:
 
 
 def _build_once(library: Path) -> None:
-    """Build under a lock that the system releases if its holder dies, and put the finished library in place in one move.
+    """Build under a lock that the system releases if its holder dies, and move the finished library into place.
 
     So a second process waits and finds the library, and what an interrupted build leaves behind is never loaded.
     """
@@ -82,6 +89,7 @@ def _build_once(library: Path) -> None:
         if library.exists():
             return
         folder = library.with_suffix(".building")
+        _check_compiler()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         logger.warning("building the native CPU kernels, once, in about half a minute: %s", library)
@@ -89,17 +97,18 @@ def _build_once(library: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _compile(folder: Path) -> Path:
-    # imported late: it takes seconds, and warns where it finds CUDA's folder but no CUDA
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    from torch.utils.cpp_extension import load
-
+def _check_compiler() -> None:
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         raise KernelBuildError(
             f"the native CPU kernels need a C++ compiler, and there is no {compiler!r}: install g++ or clang "
             "(Debian: apt install g++), or name one in CXX, or use kernels='reference'"
         )
+
+
+def _compile(folder: Path) -> Path:
+    with _errors_only("torch.utils.cpp_extension"):  # it warns of a CUDA that isn't needed here
+        from torch.utils.cpp_extension import load  # late, as it takes seconds
     try:
         with _ninja_on_path():
             load(
@@ -110,10 +119,9 @@ def _compile(folder: Path) -> Path:
                 build_directory=str(folder),
                 is_python_module=False,
             )
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         raise KernelBuildError(
-            f"{compiler!r} could not build the native CPU kernels: read the compiler's message, or use "
-            f"kernels='reference'\n{error}"
+            f"the compiler can't build the native CPU kernels: read its message, or use kernels='reference'\n{error}"
         ) from error
     return folder / f"{MODULE_NAME}.so"
 
@@ -125,6 +133,17 @@ def _openmp_flags() -> list[str]:
         for runtime in sorted(folder.glob("libgomp*.so*")):
             return [str(runtime)]
     return ["-fopenmp"]  # a torch built against the system's runtime
+
+
+@contextlib.contextmanager
+def _errors_only(logger_name: str) -> Iterator[None]:
+    noisy = logging.getLogger(logger_name)
+    before = noisy.level
+    noisy.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        noisy.setLevel(before)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch.nn import functional
 from mlserve.kernels import Activation, Linear, PagedBatch
 from mlserve.kernels.cpu.ops import CpuOps
 from mlserve.kernels.reference import ReferenceOps
+from tests.support.ragged import Lengths, ragged_batch
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 30, 576, 9, 3, 64
 LAYER_SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # qkv, o, gate_up, down: [out, in]
@@ -25,7 +26,7 @@ LM_HEAD_SHAPE = (49152, 576)
 MAX_LM_HEAD_ROWS = 64  # a step computes logits for its last rows only
 
 
-def alternate(candidates: Sequence[Callable[[], object]], seconds: float = 1.5, least: int = 3) -> list[float]:
+def alternate(candidates: Sequence[Callable[[], object]], seconds: float = 1.0, least: int = 3) -> list[float]:
     """Median seconds of each, run in turn for about `seconds` each, after one run that isn't counted."""
     for run in candidates:
         run()
@@ -44,7 +45,7 @@ def model_weights() -> list[Tensor]:
 
 def bench_linear(ops: CpuOps, rows: Sequence[int]) -> None:
     print("\nall matrices of the model, ms (lm_head left out above 64 rows)")
-    print("   rows | native fp32  GFLOP/s   GB/s | native bf16  GFLOP/s   GB/s | torch fp32  GFLOP/s | torch / native fp32")
+    print("   rows | native fp32  GFLOP/s   GB/s | native bf16  GFLOP/s   GB/s | torch fp32  GFLOP/s | torch / native")
     plain = model_weights()
     packed = [ops.pack_linear(w) for w in plain]
     packed_bf16 = [ops.pack_linear(w.bfloat16()) for w in plain]
@@ -70,52 +71,30 @@ def bench_linear(ops: CpuOps, rows: Sequence[int]) -> None:
         )
 
 
-def paged_batch(query_lens: Sequence[int], context_lens: Sequence[int], block_size: int) -> tuple[PagedBatch, int]:
-    """A batch whose blocks are scattered over the pool, and the pool's size in blocks."""
-    blocks = [-(-context // block_size) for context in context_lens]
-    table = torch.randperm(sum(blocks)).int() + 1
-    starts = torch.tensor([0, *blocks]).cumsum(0).int()
-    slots = [
-        table[starts[s] + position // block_size].long() * block_size + position % block_size
-        for s, (queries, context) in enumerate(zip(query_lens, context_lens, strict=True))
-        for position in range(context - queries, context)
-    ]
-    batch = PagedBatch(
-        slot_mapping=torch.stack(slots),
-        query_starts=torch.tensor([0, *query_lens]).cumsum(0).int(),
-        context_lens=torch.tensor(context_lens).int(),
-        block_table=table,
-        block_starts=starts,
-        max_query_len=max(query_lens),
-        max_context_len=max(context_lens),
-    )
-    return batch, sum(blocks) + 1
-
-
 def bench_attention(ops: CpuOps) -> None:
     print("\nattention over 30 layers, ms (GB/s: KV read once; GFLOP/s: the causal half)")
-    cases = (
-        ("decode, 1 x 1024", [1], [1024]),
-        ("decode, 16 x 1024", [1] * 16, [1024] * 16),
-        ("decode, 64 x 256", [1] * 64, [256] * 64),
-        ("prefill, 1 x 1024", [1024], [1024]),
-        ("prefill, 16 x 128", [128] * 16, [128] * 16),
-        ("16 after 1024 cached", [16], [1040]),
-        ("256 prefill + 15 decode at 512", [256] + [1] * 15, [256] + [512] * 15),
-    )
+    cases: dict[str, Lengths] = {
+        "decode, 1 x 1024": [(1, 1024)],
+        "decode, 16 x 1024": [(1, 1024)] * 16,
+        "decode, 64 x 256": [(1, 256)] * 64,
+        "prefill, 1 x 1024": [(1024, 1024)],
+        "prefill, 16 x 128": [(128, 128)] * 16,
+        "16 after 1024 cached": [(16, 1040)],
+        "256 prefill + 15 decode at 512": [(256, 256)] + [(1, 512)] * 15,
+    }
     for dtype in (torch.float32, torch.bfloat16):
-        for name, query_lens, context_lens in cases:
-            batch, num_blocks = paged_batch(query_lens, context_lens, block_size=16)
-            pool = torch.randn(num_blocks, LAYERS, 2, 16, KV_HEADS, HEAD_DIM).to(dtype)
-            qkv = torch.randn(sum(query_lens), HEADS + 2 * KV_HEADS, HEAD_DIM)
+        for name, lengths in cases.items():
+            batch, num_blocks = ragged_batch(lengths, block_size=16)
+            pool = torch.full((num_blocks, LAYERS, 2, 16, KV_HEADS, HEAD_DIM), 0.5, dtype=dtype)
+            qkv = torch.randn(int(batch.query_starts[-1]), HEADS + 2 * KV_HEADS, HEAD_DIM)
 
             def run(pool: Tensor = pool, batch: PagedBatch = batch, q: Tensor = qkv[:, :HEADS]) -> None:
                 for layer in range(LAYERS):
                     ops.paged_attention(q, pool[:, layer], batch, scale=HEAD_DIM**-0.5)
 
-            (seconds,) = alternate([run], seconds=1.0)
-            size = LAYERS * sum(context_lens) * 2 * KV_HEADS * HEAD_DIM * dtype.itemsize
-            pairs = sum(q * (2 * c - q + 1) / 2 for q, c in zip(query_lens, context_lens, strict=True))
+            (seconds,) = alternate([run], seconds=0.5)
+            size = LAYERS * sum(context for _, context in lengths) * 2 * KV_HEADS * HEAD_DIM * dtype.itemsize
+            pairs = sum(queries * (2 * context - queries + 1) / 2 for queries, context in lengths)
             flop = LAYERS * pairs * HEADS * HEAD_DIM * 4
             print(
                 f"  {name:32} {str(dtype)[6:]:9} {seconds * 1e3:8.2f} ms  {size / seconds * 1e-9:6.1f} GB/s "
