@@ -8,49 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mlserve.request import SamplingParams
+from mlserve.model.plan import SamplingRow
 
-__all__ = ["SamplingRow", "edited_logits", "is_edited"]
-
-
-class SamplingRow(Protocol):
-    """What sampling must know of a sequence; the engine's `Sequence` is one."""
-
-    @property
-    def params(self) -> SamplingParams:
-        """How its tokens are chosen."""
-        ...
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Prompt, then output."""
-        ...
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Where the output begins."""
-        ...
-
-    @property
-    def seed(self) -> int:
-        """64 bits; its own for each of a request's sequences."""
-        ...
-
-    @property
-    def banned_until_min(self) -> Sequence[int]:
-        """Tokens that would end it, not to be chosen before it has `min_tokens` tokens."""
-        ...
-
-    @property
-    def bad_words_ids(self) -> Sequence[tuple[int, ...]]:
-        """Token sequences that must not come up."""
-        ...
+__all__ = ["edited_logits", "is_edited"]
 
 
 def is_edited(row: SamplingRow) -> bool:

@@ -9,14 +9,11 @@ from typing import Generic, Protocol, TypeVar
 
 from mlserve.request import SamplingParams, TokenLogprob
 
-__all__ = ["PlannedSequence", "StepPlan", "StepResult"]
+__all__ = ["PlannedSequence", "SamplingRow", "StepPlan", "StepResult"]
 
 
-class PlannedSequence(Protocol):
-    """What the runner must know of a sequence; the engine's `Sequence` is one.
-
-    token_ids:  [0 ... num_computed) KV is written | [num_computed, num_computed + query_len) this step | later
-    """
+class SamplingRow(Protocol):
+    """What sampling must know of a sequence; the engine's `Sequence` is one."""
 
     @property
     def params(self) -> SamplingParams:
@@ -34,6 +31,28 @@ class PlannedSequence(Protocol):
         ...
 
     @property
+    def seed(self) -> int:
+        """64 bits; its own for each of a request's sequences."""
+        ...
+
+    @property
+    def banned_until_min(self) -> Sequence[int]:
+        """Tokens that would end it, not to be chosen before it has `min_tokens` tokens."""
+        ...
+
+    @property
+    def bad_words_ids(self) -> Sequence[tuple[int, ...]]:
+        """Token sequences that must not come up."""
+        ...
+
+
+class PlannedSequence(SamplingRow, Protocol):
+    """What the runner must know of a sequence; the engine's `Sequence` is one.
+
+    token_ids:  [0 ... num_computed) KV is written | [num_computed, num_computed + query_len) this step | later
+    """
+
+    @property
     def num_computed(self) -> int:
         """Tokens whose KV is written."""
         ...
@@ -41,21 +60,6 @@ class PlannedSequence(Protocol):
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether logprobs of its prompt are still to be delivered."""
-        ...
-
-    @property
-    def seed(self) -> int:
-        """64 bits, its own also among siblings."""
-        ...
-
-    @property
-    def banned_until_min(self) -> Sequence[int]:
-        """Tokens that may not come before `min_tokens` others have."""
-        ...
-
-    @property
-    def bad_words_ids(self) -> Sequence[tuple[int, ...]]:
-        """Token sequences that may not come."""
         ...
 
     @property

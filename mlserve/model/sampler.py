@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mlserve.model.logit_edits import SamplingRow, edited_logits, is_edited
+from mlserve.model.logit_edits import edited_logits, is_edited
 from mlserve.model.logprobs import prompt_logprobs, token_logprobs
+from mlserve.model.plan import SamplingRow
 from mlserve.model.uniform import uniforms
 from mlserve.request import SamplingParams, TokenLogprob
 
-__all__ = ["SampledTokens", "Sampler", "SamplingRow", "prompt_logprobs"]
+__all__ = ["SampledTokens", "Sampler", "prompt_logprobs"]
 
 BLOCK = 256  # tokens whose weights are summed first, to find the drawn one among few
 # Weights in work at once. On a CPU they stay in the cache: 2**21 float32 are 8 MB, 42 rows of 49k tokens.
