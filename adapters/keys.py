@@ -8,6 +8,7 @@ vision-language model. Trainers add parts of their wrappers, and the adapter's n
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -43,6 +44,7 @@ _MODULE = re.compile(
     r"(?:model\.)?(?:(?:language_model|text_model)\.)?(?:model\.)?"
     r"(?:layers\.(?P<layer>0|[1-9][0-9]{0,4})\.(?P<block>self_attn|mlp)\.)?(?P<module>[a-z_]+)"
 )
+_MODULES: Mapping[str, Module] = {module.value: module for module in Module}
 _NAME = r"(?:\.(?P<adapter>(?!weight$)[^.]+))?"
 _LINEAR_PARTS = (
     (Part.A, re.compile(rf"lora_A{_NAME}\.weight")),
@@ -86,10 +88,8 @@ def parse_key(key: str) -> Key | None:
 
 
 def _site(name: str, block: str | None, layer: str | None) -> Site | None:
-    if name not in list(Module):
-        return None
-    module = Module(name)
-    if LAYER_MODULES.get(module) != block:
+    module = _MODULES.get(name)
+    if module is None or LAYER_MODULES.get(module) != block:
         return None
     return Site(module, None if layer is None else int(layer))
 

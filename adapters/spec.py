@@ -38,6 +38,7 @@ class Module(StrEnum):
     LM_HEAD = "lm_head"
 
 
+_POSITIONS = {module: position for position, module in enumerate(Module)}
 # Modules that each layer has, by the part of the layer that they are in.
 LAYER_MODULES: Mapping[Module, str] = {
     Module.Q_PROJ: "self_attn",
@@ -67,7 +68,7 @@ class Site:
     @property
     def order(self) -> tuple[bool, int, int]:
         """Sorts sites: outside the layers first, then layer by layer, each in the order of `Module`."""
-        return self.layer is not None, self.layer or 0, list(Module).index(self.module)
+        return self.layer is not None, self.layer or 0, _POSITIONS[self.module]
 
 
 @dataclass(frozen=True, slots=True)
