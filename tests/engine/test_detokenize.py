@@ -228,6 +228,18 @@ def test_stop_strings_against_an_oracle(
         assert ("".join(deltas), stop) == (whole[: end if keep else end - len(found)], found)
 
 
+@pytest.mark.parametrize("min_tokens", [0, 4, 7])
+@pytest.mark.parametrize("stop", ["aba", "aabaaa", "aabaaab", "abaaba", "aaaa"])
+def test_stop_strings_that_overlap_themselves(tokenizer: Tokenizer, stop: str, min_tokens: int) -> None:
+    """Every text of ten letters a and b."""
+    for bits in range(2**10):
+        text = "".join("ab"[bits >> i & 1] for i in range(10))
+        deltas, found = stream(tokenizer, list(text.encode()), stop=stop, min_tokens=min_tokens)
+        expected = first_stop(list(text), [stop], min_tokens)
+        end = len(text) if expected is None else expected[0] - len(stop)
+        assert ("".join(deltas), found is None) == (text[:end], expected is None)
+
+
 # Cost
 
 
