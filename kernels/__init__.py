@@ -19,7 +19,7 @@ from torch import Tensor
 if __name__ != "mlserve.kernels":
     raise ImportError(f"{__name__!r} is mlserve's own mlserve.kernels: keep the repository off sys.path (python -P)")
 
-__all__ = ["Activation", "Linear", "Ops", "PagedBatch"]
+__all__ = ["Activation", "Linear", "Ops", "PagedBatch", "kv_pool"]
 
 
 class Activation(StrEnum):

@@ -42,7 +42,7 @@ def select(device: torch.device, kernels: str = "auto") -> Ops:
             try:
                 return _native_cpu()
             except KernelBuildError as error:
-                logger.warning("%s. Falling back to plain torch, which decodes some 4 times slower", error)
+                logger.warning("%s. Falling back to plain torch, which is some 3 times slower", error)
     return ReferenceOps()
 
 

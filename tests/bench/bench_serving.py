@@ -1,6 +1,6 @@
 """The embedded model end to end: one stream, prefill, sixteen at once, a shared prefix, and what caching costs.
 
-python -m tests.bench.bench_serving [--dtype bfloat16] [--runs 5] [--peer]
+python tests/bench/bench_serving.py [--dtype bfloat16] [--runs 5] [--peer]
 
 Greedy, fixed lengths, random token ids. With `--peer` transformers' `generate` does the same work in the same process,
 in turn with ours (on the weights as our GGUF reader decodes them).
