@@ -131,4 +131,5 @@ def kv_pool(
     One block is one contiguous page with all layers in it, so that moving a block is one copy. `pool[:, layer]` is what
     the operations take.
     """
-    return torch.zeros(num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+    pool = torch.empty(num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+    return pool.zero_()  # not torch.zeros: that would leave every page to be made when a step first writes to it
