@@ -22,8 +22,13 @@ def reference() -> ReferenceOps:
 
 
 @pytest.fixture(autouse=True)
-def _two_threads_and_a_seed() -> Iterator[None]:
+def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def _two_threads() -> Iterator[None]:
+    """Two threads even where tests run on one. Few tests take it: where the cores are busy, each operation waits."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

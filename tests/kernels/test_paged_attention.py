@@ -102,6 +102,7 @@ def test_windows_and_soft_caps(
     check(native, reference, lengths, window=window, soft_cap=soft_cap, block_size=4)
 
 
+@pytest.mark.usefixtures("_two_threads")
 @pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
 def test_soft_cap_without_a_window(native: CpuOps, reference: ReferenceOps, lengths: Lengths) -> None:
     check(native, reference, lengths, soft_cap=1.5, dtype=torch.bfloat16)
@@ -117,6 +118,7 @@ def test_scores_far_apart(native: CpuOps, reference: ReferenceOps) -> None:
     torch.testing.assert_close(out, reference.paged_attention(q, kv, batch, scale=1.0), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("_two_threads")
 @pytest.mark.parametrize("window", [None, 50])
 def test_same_bits_in_any_batch(native: CpuOps, window: int | None) -> None:
     lengths = [*DECODE, *CHUNKED, *MIXED]
