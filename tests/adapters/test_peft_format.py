@@ -74,6 +74,7 @@ RENAMED_DORA: dict[str, Callable[[str], str]] = {
     "weight": lambda key: re.sub(r"vector$", "vector.weight", key),
     "named": lambda key: re.sub(r"vector$", "vector.default", key),
     "named-weight": lambda key: re.sub(r"vector$", "vector.default.weight", key),
+    "weight-beside-names": lambda key: re.sub(r"vector$", "vector.weight", re.sub(r"_([AB])\.", r"_\1.default.", key)),
 }
 
 
