@@ -1,0 +1,44 @@
+"""Every example is short, and does what it says on the embedded model."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tree import ROOT
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+
+
+@pytest.mark.slow
+def test_prefix_caching(capsys: pytest.CaptureFixture[str]) -> None:
+    times_sooner, (john, zack) = load("prefix_caching").main()
+    assert john == "The age of John Doe is 31."
+    assert zack == "The age of Zack Blue is 71."
+    assert "848 of 863 prompt tokens came from the cache" in capsys.readouterr().out
+    assert times_sooner > 3
+
+
+@pytest.mark.slow
+def test_multi_turn_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    times_sooner = load("multi_turn_chat").main()
+    printed = capsys.readouterr().out
+    assert "turn 3: first token after" in printed
+    assert "256 of 289 prompt tokens cached" in printed
+    assert times_sooner > 1.5
