@@ -32,17 +32,17 @@ def build_engine(config: EngineConfig) -> Engine:
     cache_config, device = config.cache, model.decoder.device
     dtype = kv_dtype(model.dtype, device)
     blocks = num_blocks(cache_config, model.config, dtype, device)
-    runner = _runner(model, blocks, cache_config.block_size, dtype)
-    hasher = None
-    if cache_config.enable_prefix_caching:
-        hasher = BlockHasher(cache_config.block_hash, model.digest, str(dtype), cache_config.block_size)
-    cache = CacheManager(BlockPool(blocks + 1), hasher, cache_config.block_size)  # block 0 is never handed out
     limits = Limits(
         vocab_size=model.config.vocab_size,
         max_model_len=max_model_len(config.model.max_model_len, model.config),
         capacity=blocks * cache_config.block_size,
         eos_token_ids=model.eos_token_ids,
     )
+    hasher = None
+    if cache_config.enable_prefix_caching:
+        hasher = BlockHasher(cache_config.block_hash, model.digest, str(dtype), cache_config.block_size)
+    runner = _runner(model, blocks, cache_config.block_size, dtype)  # after all that may refuse the options
+    cache = CacheManager(BlockPool(blocks + 1), hasher, cache_config.block_size)  # block 0 is never handed out
     return Engine(runner, load_tokenizer(model.tokenizer_source), cache, config.scheduler, limits)
 
 
