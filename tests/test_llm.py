@@ -249,15 +249,16 @@ def test_caching_can_be_off(tiny_model_dir: Path) -> None:
     assert llm.cache_stats().num_cached == 0
 
 
-def test_priority_reaches_the_scheduler(tiny_model_dir: Path) -> None:
+@pytest.mark.parametrize("way", ["generate", "chat", "stream"])
+def test_priority_reaches_the_scheduler(tiny_model_dir: Path, way: str) -> None:
     llm = LLM(str(tiny_model_dir), policy="priority", max_num_seqs=1, **OPTIONS)
-    low = llm.stream([1, 2], GREEDY, priority=5)
-    next(low)
-    waiting = llm.stream([3, 4], GREEDY, priority=5)
-    (urgent,) = llm.generate([5, 6], GREEDY, priority=1)
-    assert urgent.finished
-    assert completed(list(waiting)).metrics.first_token > urgent.metrics.first_token  # type: ignore[operator]
-    assert len(list(low)) == 7
+    runs = llm.stream([1, 2], GREEDY, priority=5)
+    next(runs)
+    llm.engine.submit(llm.engine.prepare("waits", [3, 4], GREEDY, priority=-1))
+    ask = getattr(llm, way)
+    assert list(ask(CONVERSATION if way == "chat" else [5, 6], GREEDY, priority=-2))
+    assert [s.request.request_id for s in llm.engine.scheduler.waiting] == ["waits"]  # it had come first
+    assert len(list(runs)) == 7
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,10 @@ def test_call_returns_or_raises_what_its_action_does(engine: AsyncEngine) -> Non
 
 
 def test_a_cancelled_call_disturbs_nobody(engine: AsyncEngine) -> None:
+    complaints: list[dict[str, Any]] = []
+
     async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
         held = threading.Event()
         first = asyncio.create_task(engine.call(lambda inner: held.wait(5)))
         second = asyncio.create_task(engine.call(lambda inner: 1 / 0))
@@ -231,6 +234,7 @@ def test_a_cancelled_call_disturbs_nobody(engine: AsyncEngine) -> None:
         assert await engine.call(lambda inner: 7) == 7
 
     asyncio.run(main())
+    assert not complaints
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
