@@ -80,7 +80,8 @@ async def _several_sequences_closed(engine: AsyncEngine, name: str) -> None:
 async def _closed_while_waiting(engine: AsyncEngine, name: str) -> None:
     """Four at once where two may run: with somebody else there, two or three of them wait."""
     tasks = [asyncio.create_task(collect(engine, f"{name}.{i}", [i, 1], LONG)) for i in range(4)]
-    await asyncio.sleep(0.01)
+    while await engine.call(lambda inner: len(inner.scheduler.running)) < 2:
+        await asyncio.sleep(0)
     assert await engine.call(lambda inner: len(inner.scheduler.waiting)) in (2, 3)
     for task in reversed(tasks):
         task.cancel()

@@ -64,7 +64,8 @@ async def settled(engine: AsyncEngine, seconds: float = 1.0) -> dict[str, int]:
     """What the engine and its listeners hold once nothing changes any more, or after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
+        is_last = time.monotonic() > deadline
         state = await engine.call(lambda inner: live_state(inner) | {"listeners": len(engine._listeners)})
         assert isinstance(state, dict)
-        if not any(state.values()) or time.monotonic() > deadline:
+        if is_last or not any(state.values()):
             return state
