@@ -44,8 +44,6 @@ class PagedBatch:
     context_lens: Tensor  # [S] int32: tokens in the cache after this step's are written
     block_table: Tensor  # [sum of blocks] int32: all sequences' block tables, one after the other
     block_starts: Tensor  # [S + 1] int32
-    max_query_len: int
-    max_context_len: int
 
 
 class Linear(Protocol):

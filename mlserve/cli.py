@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from mlserve import __version__
-from mlserve.config import CacheConfig, EngineConfig, ModelOptions, SchedulerConfig
+from mlserve.config import OPTION_PARTS, EngineConfig
 from mlserve.errors import MlserveError, StepError
 from mlserve.request import SamplingParams
 
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.set_defaults(run=_inspect)
 
     for command in (generate, chat, inspect):
-        for part in (ModelOptions, CacheConfig, SchedulerConfig):
+        for part in OPTION_PARTS.values():
             group = command.add_argument_group((part.__doc__ or part.__name__).strip().rstrip("."))
             for option in fields(part):
                 if not (command is inspect and option.name == "model"):
@@ -101,7 +101,7 @@ def _add_flag(group: argparse._ArgumentGroup, option: Field[Any], default: Any) 
 def _scalar_type(option: Field[Any]) -> type:
     """`int | None` -> int; `str | BlockHash` -> str: the first type that a flag can express."""
     annotation = option.type
-    owner = next(c for c in (ModelOptions, CacheConfig, SchedulerConfig, SamplingParams) if option in fields(c))
+    owner = next(c for c in (*OPTION_PARTS.values(), SamplingParams) if option in fields(c))
     names = {"BlockHash": types.NoneType}  # imported for type checkers only
     resolved = typing.get_type_hints(owner, localns=names)[option.name] if isinstance(annotation, str) else annotation
     choices: tuple[type, ...] = typing.get_args(resolved) or (resolved,)
@@ -109,7 +109,7 @@ def _scalar_type(option: Field[Any]) -> type:
 
 
 def _engine_options(options: argparse.Namespace) -> dict[str, Any]:
-    names = {option.name for part in (ModelOptions, CacheConfig, SchedulerConfig) for option in fields(part)}
+    names = {option.name for part in OPTION_PARTS.values() for option in fields(part)}
     return {name: value for name, value in vars(options).items() if name in names}
 
 

@@ -5,9 +5,11 @@ Options are checked when they are made and never changed afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from enum import StrEnum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mlserve.errors import ConfigError
@@ -106,6 +108,12 @@ class ModelOptions:
         _require_positive("max_model_len", self.max_model_len)
 
 
+# The parts of an `EngineConfig`, by its fields. No two of them have an option of the same name.
+OPTION_PARTS: Mapping[str, type[ModelOptions | CacheConfig | SchedulerConfig]] = MappingProxyType(
+    {"model": ModelOptions, "cache": CacheConfig, "scheduler": SchedulerConfig}
+)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All options of one engine."""
@@ -117,14 +125,13 @@ class EngineConfig:
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
         """Sort flat options (`block_size=8, dtype="bfloat16"`) into their parts. `ConfigError` for an unknown name."""
-        parts = {"model": ModelOptions, "cache": CacheConfig, "scheduler": SchedulerConfig}
-        built = {}
-        for name, part in parts.items():
+        built: dict[str, Any] = {}
+        for name, part in OPTION_PARTS.items():
             known = {f.name for f in fields(part)}
             built[name] = part(**{key: options.pop(key) for key in list(options) if key in known})
         if options:
             unknown = next(iter(options))
-            near = get_close_matches(unknown, [f.name for part in parts.values() for f in fields(part)], n=1)
+            near = get_close_matches(unknown, [f.name for part in OPTION_PARTS.values() for f in fields(part)], n=1)
             raise ConfigError(
                 f"there is no option {unknown!r}: " + (f"do you mean {near[0]!r}?" if near else "remove it")
             )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import xxhash
 
 from mlserve.cache.manager import CacheManager
-from mlserve.cache.marks import Mark, salt_mark
+from mlserve.cache.marks import salt_mark
 from mlserve.config import Policy
 from mlserve.engine.prompt import validate_prompt_ids
 from mlserve.engine.sequence import EngineRequest, Sequence
@@ -64,18 +64,17 @@ class RequestFactory:
         validate_prompt_ids(prompt_ids, self.limits.vocab_size)
         self._check_length(len(prompt_ids))
         self._check_token_ids(params)
-        marks = () if cache_salt is None else (salt_mark(cache_salt),)
         request = EngineRequest(
             request_id=request_id,
             prompt_token_ids=prompt_ids,
             params=params,
             metrics=RequestMetrics(arrival=time.monotonic(), prompt_tokens=len(prompt_ids)),
             prompt=prompt if isinstance(prompt, str) else None,
-            marks=marks,
+            marks=() if cache_salt is None else (salt_mark(cache_salt),),
             priority=priority,
         )
         self._arrivals += 1
-        self._add_sequences(request, marks)
+        self._add_sequences(request)
         return request
 
     def _check_length(self, num_tokens: int) -> None:
@@ -100,7 +99,7 @@ class RequestFactory:
                     f"{name} has token {beyond[0]}, the vocabulary has {size}: give ids below {size}"
                 )
 
-    def _add_sequences(self, request: EngineRequest, marks: tuple[Mark, ...]) -> None:
+    def _add_sequences(self, request: EngineRequest) -> None:
         params, limits = request.params, self.limits
         eos = () if params.ignore_eos else limits.eos_token_ids
         num_prompt = len(request.prompt_token_ids)
@@ -114,7 +113,7 @@ class RequestFactory:
                     request=request,
                     index=index,
                     token_ids=token_ids,
-                    blocks=self._cache.open(token_ids, marks),
+                    blocks=self._cache.open(token_ids, request.marks),
                     seed=seed if index == 0 else _mix(seed, index),
                     max_total_tokens=max_total,
                     order=(request.priority, self._arrivals, index),

@@ -71,9 +71,8 @@ class Scheduler:
             if computed // block_size != (computed + query_len) // block_size:
                 self.cache.commit(sequence.blocks, sequence.num_computed)
             if sequence.wants_prompt_logprobs and sequence.has_prefilled:
-                sequence.wants_prompt_logprobs = (
-                    False  # delivered; recomputation after a preemption needn't repeat them
-                )
+                # Delivered: recomputation after a preemption needn't repeat them.
+                sequence.wants_prompt_logprobs = False
             token = result.token_ids.get(row)
             if token is not None:
                 self._append(sequence, token)

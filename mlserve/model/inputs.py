@@ -56,8 +56,6 @@ def build_batch(
         context_lens=int32(context_lens),
         block_table=torch.from_numpy(block_table).to(device, non_blocking=True),
         block_starts=int32([0, *accumulate(map(len, tables))]),
-        max_query_len=max(plan.query_lens),
-        max_context_len=max(context_lens),
     )
     rows = torch.tensor(logit_rows, dtype=torch.int64).to(device, non_blocking=True)
     return ForwardBatch(int64(token_ids), int64(positions), paged, rows)

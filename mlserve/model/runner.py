@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class ModelRunner:
         Writes nothing but KV, and that to slots which no finished block shares, so a step can be run again.
         """
         spans = dict(_prompt_logprob_spans(plan))
-        ends = _row_ends(plan)
+        ends = list(accumulate(plan.query_lens))
         sampled_rows = [ends[row] - 1 for row in plan.sampled]
         wanted = sorted({*sampled_rows, *(i for span in spans.values() for i in span)})
         batch = build_batch(plan, wanted, self.block_size, self.device)
@@ -77,14 +78,6 @@ class ModelRunner:
             logits = self.decoder.logits(hidden[at : at + LOGIT_ROWS_AT_ONCE])
             found += prompt_logprobs(logits, targets[at : at + LOGIT_ROWS_AT_ONCE], top)
         return found
-
-
-def _row_ends(plan: StepPlan[SequenceT]) -> list[int]:
-    ends, end = [], 0
-    for query_len in plan.query_lens:
-        end += query_len
-        ends.append(end)
-    return ends
 
 
 def _prompt_logprob_spans(plan: StepPlan[SequenceT]) -> Iterator[tuple[int, range]]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from adapter_files import CONFIG, WEIGHTS, changed_copy, with_tensors
+from adapter_files import CONFIG, Q0, WEIGHTS, changed_copy, with_tensors
 from tiny_adapters import write_adapter
 
 from mlserve.adapters.describe import AdapterDescription, describe_adapter
 from mlserve.adapters.peft_format import read_adapter
 from mlserve.adapters.spec import AdapterLimits, BaseShape
-
-Q0 = "base_model.model.model.layers.0.self_attn.q_proj."
 
 
 def test_a_good_adapter(plain: Path, shape: BaseShape, limits: AdapterLimits) -> None:

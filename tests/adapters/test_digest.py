@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_files import changed_copy, read_config, read_tensors, with_tensors, write_files
+from adapter_files import Q0, changed_copy, read_config, read_tensors, with_tensors, write_files
 from tiny_adapters import write_adapter
 from torch import Tensor
 
 from mlserve.adapters.digest import adapter_digest
 from mlserve.adapters.peft_format import read_adapter
 from mlserve.adapters.spec import AdapterLimits, BaseShape, LoraWeights, Module, Site
-
-Q0 = "base_model.model.model.layers.0.self_attn.q_proj."
 
 
 @pytest.fixture

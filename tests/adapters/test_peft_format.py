@@ -1,4 +1,4 @@
-"""Reading adapters: what is accepted, what is refused and why.."""
+"""Reading adapters: what is accepted, what is refused and why."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_files import CONFIG, WEIGHTS, changed_copy, read_config, read_tensors, with_tensors, write_files
+from adapter_files import (
+    CONFIG,
+    PREFIX,
+    Q0,
+    WEIGHTS,
+    changed_copy,
+    read_config,
+    read_tensors,
+    with_tensors,
+    write_files,
+)
 from torch import Tensor
 
 from mlserve.adapters.peft_format import read_adapter
@@ -24,9 +34,6 @@ from mlserve.errors import (
     CorruptAdapterError,
     UnsupportedAdapterError,
 )
-
-PREFIX = "base_model.model.model."
-Q0 = f"{PREFIX}layers.0.self_attn.q_proj."
 
 
 def test_what_is_read(plain: Path, shape: BaseShape, limits: AdapterLimits) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_files import CONFIG, WEIGHTS, changed_copy, read_tensors, with_tensors, without
+from adapter_files import CONFIG, PREFIX, Q0, WEIGHTS, changed_copy, read_tensors, with_tensors, without
 from tiny_adapters import write_adapter
 from torch import Tensor
 
@@ -19,9 +19,6 @@ from mlserve.errors import (
     CorruptAdapterError,
     UnsupportedAdapterError,
 )
-
-PREFIX = "base_model.model.model."
-Q0 = f"{PREFIX}layers.0.self_attn.q_proj."
 
 
 def test_2_07_rslora_scaling(tiny_model_dir: Path, tmp_path: Path, shape: BaseShape, limits: AdapterLimits) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 Change = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model.model."  # of the keys that PEFT writes
+Q0 = f"{PREFIX}layers.0.self_attn.q_proj."
 
 
 def read_config(folder: Path) -> dict[str, Any]:

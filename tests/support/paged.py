@@ -83,8 +83,6 @@ class PagedRun:
             context_lens=torch.tensor(contexts, dtype=torch.int32),
             block_table=torch.tensor(table, dtype=torch.int32),
             block_starts=torch.tensor(block_starts, dtype=torch.int32),
-            max_query_len=max(count for _, count in chunks),
-            max_context_len=max(contexts),
         )
         wanted = list(range(len(token_ids))) if rows is None else list(rows)
         logit_rows = torch.tensor(wanted, dtype=torch.int64)

@@ -27,8 +27,6 @@ def ragged_batch(lengths: Lengths, block_size: int) -> tuple[PagedBatch, int]:
         context_lens=torch.tensor([context for _, context in lengths]).int(),
         block_table=table,
         block_starts=block_starts,
-        max_query_len=max(queries for queries, _ in lengths),
-        max_context_len=max(context for _, context in lengths),
     )
     return batch, sum(blocks) + 1
 
