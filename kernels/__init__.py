@@ -19,7 +19,7 @@ from torch import Tensor
 if __name__ != "mlserve.kernels":
     raise ImportError(f"{__name__!r} is mlserve's own mlserve.kernels: keep the repository off sys.path (python -P)")
 
-__all__ = ["Activation", "Linear", "Ops", "PagedBatch", "kv_pool"]
+__all__ = ["Activation", "AdapterSegments", "Linear", "LoraSlots", "Ops", "PagedBatch", "kv_pool"]
 
 
 class Activation(StrEnum):
@@ -44,6 +44,32 @@ class PagedBatch:
     context_lens: Tensor  # [S] int32: tokens in the cache after this step's are written
     block_table: Tensor  # [sum of blocks] int32: all sequences' block tables, one after the other
     block_starts: Tensor  # [S + 1] int32
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSegments:
+    """Which rows of a step each adapter slot acts on. Rows in no segment are the base model's, and cost nothing.
+
+    Segment g gives slot slots[g] to the rows order[starts[g] : starts[g + 1]]. No row is in two, no slot has two.
+    """
+
+    order: Tensor  # [N] int64: rows of the step, ascending within a segment
+    starts: Tensor  # [G + 1] int32
+    slots: Tensor  # [G] int32
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSlots:
+    """One linear of one layer as all adapter slots change it. K is the number of slices: the parts of a fused weight,
+    of which each has its own low-rank pair (3 of qkv_proj, 2 of gate_up_proj, otherwise 1).
+
+    What lies beyond a slot's rank is never read and may be garbage.
+    """
+
+    a: Tensor  # [slots, K, R, in], usually a strided view of all layers; rows are dense
+    b: Tensor  # [slots, R, out], scaling included; slice k uses columns [out_starts[k], out_starts[k + 1])
+    ranks: Tensor  # [slots, K] int32 on the CPU, 0 to R; 0: the slot leaves that slice alone
+    out_starts: tuple[int, ...]  # K + 1, from 0 to out
 
 
 class Linear(Protocol):
@@ -112,6 +138,20 @@ class Ops(Protocol):
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """`gate_up: [T, 2 * I] -> [T, I]`: act(gate_up[:, :I]) * gate_up[:, I:]."""
+        ...
+
+    def lora_shrink(self, x: Tensor, lora: LoraSlots, segments: AdapterSegments) -> Tensor:
+        """`x: [T, in] -> [N, K, R]` float32: row n is a[slot, k, :rank] @ x[order[n]], for all slices at once.
+
+        What lies beyond a slot's rank is undefined. Punica's SGMV (Chen et al. 2023), for slices of unequal rank.
+        """
+        ...
+
+    def lora_expand_(self, shrunk: Tensor, lora: LoraSlots, segments: AdapterSegments, y: Tensor) -> None:
+        """`y: [T, out]`: y[order[n], columns of k] += shrunk[n, k, :rank] @ b[slot, :rank, columns of k], in place.
+
+        `shrunk: [N, K, R]` is what `lora_shrink` gave for the same segments.
+        """
         ...
 
 

@@ -6,6 +6,7 @@ weights' dtype, with norms and softmax in float32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mlserve.kernels import Activation, Linear, PagedBatch
+from mlserve.kernels import Activation, AdapterSegments, Linear, LoraSlots, PagedBatch
 
 __all__ = ["ReferenceLinear", "ReferenceOps"]
 
@@ -109,6 +110,32 @@ class ReferenceOps:
                 return functional.silu(gate) * up
             case Activation.GELU_TANH:
                 return functional.gelu(gate, approximate="tanh") * up
+
+    def lora_shrink(self, x: Tensor, lora: LoraSlots, segments: AdapterSegments) -> Tensor:
+        """`x: [T, in] -> [N, K, R]`; `y[n, k, :rank] = a[slot, k, :rank] @ x[order[n]]`, one segment at a time."""
+        num_slices, max_rank = lora.a.shape[1:3]
+        out = torch.empty(len(segments.order), num_slices, max_rank, dtype=torch.float32, device=x.device)
+        for rows, slot in _segments(segments):
+            inputs = x[segments.order[rows]].float()
+            for k, rank in enumerate(lora.ranks[slot].tolist()):
+                out[rows, k, :rank] = inputs @ lora.a[slot, k, :rank].float().T
+        return out
+
+    def lora_expand_(self, shrunk: Tensor, lora: LoraSlots, segments: AdapterSegments, y: Tensor) -> None:
+        """`y[order[n], columns of k] += shrunk[n, k, :rank] @ b[slot, :rank, columns of k]`, one segment at a time."""
+        for rows, slot in _segments(segments):
+            order = segments.order[rows]
+            for k, rank in enumerate(lora.ranks[slot].tolist()):
+                columns = slice(lora.out_starts[k], lora.out_starts[k + 1])
+                delta = shrunk[rows, k, :rank] @ lora.b[slot, :rank, columns].float()
+                y[order, columns] += delta.to(y.dtype)
+
+
+def _segments(segments: AdapterSegments) -> Iterator[tuple[slice, int]]:
+    """Where each segment's rows stand in `order`, and its slot."""
+    starts = segments.starts.tolist()
+    for g, slot in enumerate(segments.slots.tolist()):
+        yield slice(starts[g], starts[g + 1]), slot
 
 
 def _gather_context(kv: Tensor, blocks: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
