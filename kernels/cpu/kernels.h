@@ -33,6 +33,12 @@ struct ConstRows {
   int64_t stride;
 };
 
+struct MutableRows {
+  float* data;
+  int64_t rows;
+  int64_t stride;
+};
+
 // --- linear.cpp
 
 // Memory in 2 MB pages, handed out piece by piece: weights are read once a step, front to back, and with 4 kB pages
@@ -95,5 +101,30 @@ struct AttentionOptions {
 };
 void paged_attention(Heads q, const PagedKV& kv, const Sequences& sequences, const AttentionOptions& options,
                      float* out);
+
+// --- lora.cpp
+
+struct AdapterRows {  // see AdapterSegments in mlserve.kernels
+  int64_t count, segments;
+  const int64_t* order;
+  const int32_t *starts, *slots;
+};
+struct LoraA {  // [slots, slices, max_rank, in], the last dimension dense; what lies beyond a rank is never read
+  DType dtype;
+  const void* data;
+  int64_t slices, max_rank, in;
+  int64_t slot_stride, slice_stride, rank_stride;
+  const int32_t* ranks;  // [slots, slices]
+};
+struct LoraB {  // [slots, max_rank, out], likewise; slice k is columns out_starts[k] to out_starts[k + 1] - 1
+  DType dtype;
+  const void* data;
+  int64_t slices, max_rank;
+  int64_t slot_stride, rank_stride;
+  const int32_t* ranks;
+  const int64_t* out_starts;  // [slices + 1]
+};
+void lora_shrink(ConstRows x, const LoraA& a, const AdapterRows& rows, float* shrunk);
+void lora_expand(const float* shrunk, const LoraB& b, const AdapterRows& rows, MutableRows y);
 
 }  // namespace mlserve

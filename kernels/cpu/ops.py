@@ -6,7 +6,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from mlserve.kernels import Activation, Linear, PagedBatch
+from mlserve.kernels import Activation, AdapterSegments, Linear, LoraSlots, PagedBatch
 from mlserve.kernels.cpu.build import load_extension
 
 __all__ = ["CpuOps"]
@@ -79,3 +79,14 @@ class CpuOps:
         gated = self._native.gated_silu if activation is Activation.SILU else self._native.gated_gelu_tanh
         y: Tensor = gated(gate_up)
         return y
+
+    def lora_shrink(self, x: Tensor, lora: LoraSlots, segments: AdapterSegments) -> Tensor:
+        shrunk: Tensor = self._native.lora_shrink(
+            x, lora.a, lora.ranks, segments.order, segments.starts, segments.slots
+        )
+        return shrunk
+
+    def lora_expand_(self, shrunk: Tensor, lora: LoraSlots, segments: AdapterSegments, y: Tensor) -> None:
+        self._native.lora_expand_(
+            shrunk, lora.b, lora.ranks, lora.out_starts, segments.order, segments.starts, segments.slots, y
+        )
