@@ -29,10 +29,14 @@ __all__ = ["BaseWeights", "Survey", "read_adapter", "survey"]
 
 
 class BaseWeights(Protocol):
-    """The base model's own tables, to tell an adapter's copy of them from a replacement."""
+    """The base model's own weights: what DoRA rescales, and tables to tell an adapter's copy from a replacement."""
 
     def equals(self, module: Module, weight: Tensor) -> bool:
         """Whether embed_tokens or lm_head is `weight: [vocabulary, H]`, once that has the dtype it is held in."""
+        ...
+
+    def weight(self, site: Site) -> Tensor:
+        """`[out, in]` of one module, for embed_tokens the transpose of its table, on the CPU, in the held dtype."""
         ...
 
 
