@@ -19,12 +19,13 @@ __all__ = ["HostAdapter", "HostWeights", "host_adapter", "read_host_adapter"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostWeights:
-    """What an adapter does to one module: `row_scales * (W x + scaling * b.T (a x))`, both matrices with r rows."""
+    """What an adapter makes of one module: `row_scales * (W x + scaling * b.T (a x)) + bias`; a and b have r rows."""
 
     a: Tensor  # [r, in], dtype of the file
     b: Tensor  # [r, out], dtype of the file
     scaling: float  # not in b
     row_scales: Tensor | None = None  # [out] float32, DoRA only; None: all 1
+    bias: Tensor | None = None  # [out] float32, the base model's; only with row_scales, which must not scale it
 
     @property
     def rank(self) -> int:
@@ -33,7 +34,8 @@ class HostWeights:
     @property
     def num_bytes(self) -> int:
         """Host memory that the tensors take."""
-        return self.a.nbytes + self.b.nbytes + (0 if self.row_scales is None else self.row_scales.nbytes)
+        tensors = (self.a, self.b, self.row_scales, self.bias)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,10 +79,11 @@ def host_adapter(spec: AdapterSpec, base_weights: BaseWeights) -> HostAdapter:
 
 
 def _host_weights(site: Site, lora: LoraWeights, base_weights: BaseWeights) -> HostWeights:
-    scales = None
-    if lora.magnitude is not None:
-        try:
-            scales = row_scales(lora, base_weights.weight(site))
-        except CorruptAdapterError as error:
-            raise CorruptAdapterError(f"{site.path} can't be adapted: {error}") from None
-    return HostWeights(lora.a, lora.b.T.contiguous(), lora.scaling, scales)
+    b = lora.b.T.contiguous()
+    if lora.magnitude is None:
+        return HostWeights(lora.a, b, lora.scaling)
+    try:
+        scales = row_scales(lora, base_weights.weight(site))
+    except CorruptAdapterError as error:
+        raise CorruptAdapterError(f"{site.path} can't be adapted: {error}") from None
+    return HostWeights(lora.a, b, lora.scaling, scales, base_weights.bias(site))

@@ -39,6 +39,10 @@ class BaseWeights(Protocol):
         """`[out, in]` of one module, for embed_tokens the transpose of its table, on the CPU, in the held dtype."""
         ...
 
+    def bias(self, site: Site) -> Tensor | None:
+        """`[out]` float32 of one module, on the CPU; None if it has none."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class CheckedFiles:

@@ -48,6 +48,11 @@ class FileBaseWeights:
         stored = self._read(site)
         return stored.T if site.module is Module.EMBED_TOKENS else stored
 
+    def bias(self, site: Site) -> Tensor | None:
+        """`[out]` float32 of one module, on the CPU, rounded to the held dtype; None if it has none."""
+        name = f"model.{site.path}.bias"
+        return self._source.read(name).to(self._dtype).float() if name in self._source.shapes else None
+
     def _read(self, site: Site) -> Tensor:
         if site.module is Module.LM_HEAD and self._tied:
             site = Site(Module.EMBED_TOKENS)

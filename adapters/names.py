@@ -1,0 +1,55 @@
+"""Names of adapters: which there can be, which a folder of adapters has, and what to say of one that isn't known."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+
+from mlserve.adapters.checks import listed
+from mlserve.errors import AdapterNotFoundError, ConfigError
+
+__all__ = ["check_name", "folder_names", "folder_of", "unknown_name"]
+
+MAX_LENGTH = 256
+MAX_COMPARED = 500  # names, with one that is unknown: each takes some microseconds
+
+
+def check_name(name: str) -> None:
+    """Raises `ConfigError` for what can't be an adapter's name."""
+    if not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_LENGTH):
+        shown = str(name)[:MAX_LENGTH]
+        raise ConfigError(f"an adapter can't have the name {shown!r}: give 1 to {MAX_LENGTH} printable characters")
+
+
+def folder_of(directory: Path, name: str) -> Path | None:
+    """The folder of that name in a directory. Only plain names are looked for: nothing hidden, above or below."""
+    path = directory / name
+    # Unlike `Path.is_dir`, this is false for what can't be a path.
+    return path if _is_plain(name) and os.path.isdir(path) else None
+
+
+def folder_names(directory: Path) -> list[str]:
+    """Names that `folder_of` finds, but not of more than `MAX_COMPARED`; none if the directory can't be read."""
+    with suppress(OSError), os.scandir(directory) as entries:
+        return list(islice((entry.name for entry in entries if _is_plain(entry.name) and entry.is_dir()), MAX_COMPARED))
+    return []
+
+
+def unknown_name(name: str, known: Sequence[str]) -> AdapterNotFoundError:
+    """An error with the names that are most like it, else with some that there are."""
+    shown = name[:MAX_LENGTH]
+    fact = f"no adapter has the name {shown!r}"
+    if close := get_close_matches(shown, known[:MAX_COMPARED]):
+        return AdapterNotFoundError(f"{fact}: use {' or '.join(map(repr, close))}, or load it")
+    if known:
+        return AdapterNotFoundError(f"{fact}: use another ({listed(known)}), or load it")
+    return AdapterNotFoundError(f"{fact}, and there are no others: load it")
+
+
+def _is_plain(name: str) -> bool:
+    is_name = name.isprintable() and 0 < len(name) <= MAX_LENGTH
+    return is_name and not name.startswith(".") and "/" not in name and "\\" not in name
