@@ -197,12 +197,12 @@ def test_decodes_of_running_sequences_count() -> None:
     assert names(queue.candidates()) == ["b2", "a1"]
 
 
-@pytest.mark.parametrize(("query_len", "cost"), [(1, DECODE_COST), (2, 2 * PREFILL_COST), (7, 7 * PREFILL_COST)])
+@pytest.mark.parametrize(("query_len", "cost"), [(1, 2), (2, 2), (3, 3), (7, 7)])
 def test_cost_of_tokens(query_len: int, cost: int) -> None:
-    """After this charge to `a`, exactly so many prompts of 4 tokens of `b`'s go first as it is worth."""
-    queue = filled(FairQueue(), *crowd("a", range(2)), *crowd("b", range(2, 12), prompt=4))
+    """After this charge to `a`, exactly as many prompts of 2 tokens of `b`'s go first as it is worth."""
+    queue = filled(FairQueue(), *crowd("a", range(2)), *crowd("b", range(2, 12), prompt=2))
     queue.charge({Waiter("a", 20): query_len})
-    assert admit(queue, 10).index("a0") == -(-cost // 4)
+    assert admit(queue, 10).index("a0") == -(-cost // 2)
 
 
 @pytest.mark.parametrize("removed", [True, False], ids=["admitted", "passed over"])
@@ -236,6 +236,13 @@ def test_idling_saves_nothing_up_while_nobody_waits() -> None:
         *crowd("busy", range(200, 250), prompt=10),
     )
     assert shares(admit(queue, 10)) == {"busy": 5, "idle": 5}
+
+
+def test_newcomer_starts_with_the_least_served() -> None:
+    queue = filled(FairQueue(), *crowd("a", range(10), prompt=10), *crowd("b", range(10, 20), prompt=10))
+    queue.charge({Waiter("a", 20): 100, Waiter("b", 21): 20})
+    filled(queue, *crowd("c", range(30, 40), prompt=10))
+    assert shares(admit(queue, 6)) == {"b": 3, "c": 3}
 
 
 def test_running_one_long_answer_saves_nothing_up() -> None:
