@@ -3,87 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from itertools import combinations, islice
+from itertools import islice
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiters import Waiter, admit, crowd, filled, names, shares
 
 from mlserve.config import Policy
-from mlserve.engine.queues import DECODE_COST, PREFILL_COST, FairQueue, OrderedQueue, WaitingQueue, waiting_queue
+from mlserve.engine.queues import FairQueue, OrderedQueue, waiting_queue
 
 SEEDS = st.integers(0, 2**32)
 
 
-class Waiter:
-    """All that a queue knows of a sequence; what it will cost is the tests' business."""
-
-    def __init__(self, flow: str, arrival: int, prompt: int = 1, output: int = 0, priority: int = 0) -> None:
-        self.flow = (flow.encode(), None)
-        self.order = (priority, arrival, 0)
-        self.prompt = prompt
-        self.output = output  # tokens still to be decoded
-
-    def __repr__(self) -> str:
-        return f"{self.flow[0].decode()}{self.order[1]}"
-
-
-class CountedWaiter(Waiter):
-    """Counts how often anybody looks at one."""
-
-    looks = 0
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        CountedWaiter.looks += 1
-        return self._order
-
-    @order.setter
-    def order(self, order: tuple[int, int, int]) -> None:
-        self._order = order
-
-
-def crowd(flow: str, arrivals: range, prompt: int = 1) -> Iterator[Waiter]:
-    return (Waiter(flow, arrival, prompt) for arrival in arrivals)
-
-
-def names(waiters: Any) -> list[str]:
-    return [repr(waiter) for waiter in waiters]
-
-
-def shares(admitted: list[str]) -> Counter[str]:
-    return Counter(name.rstrip("0123456789") for name in admitted)
-
-
-def filled(queue: Any, *waiters: Waiter) -> Any:
-    for waiter in waiters:
-        queue.push(waiter)
-    return queue
-
-
-def admit(queue: Any, limit: int, cost: Callable[[Waiter], int] = lambda waiter: waiter.prompt) -> list[str]:
-    """Admit the first `limit` of a pass, as the scheduler does."""
-    admitted = []
-    for waiter in islice(queue.candidates(), limit):
-        assert queue.remove(waiter)
-        queue.charge({waiter: cost(waiter)})
-        admitted.append(waiter)
-    return names(admitted)
-
-
-@pytest.mark.parametrize("queue", [OrderedQueue(), FairQueue()], ids=["ordered", "fair"])
-def test_order_of_one_flow(queue: WaitingQueue) -> None:
+@pytest.mark.parametrize("kind", [OrderedQueue, FairQueue])
+def test_order_of_one_flow(kind: Any) -> None:
     early, middle, late = Waiter("a", 1), Waiter("a", 2), Waiter("a", 3)
-    filled(queue, middle, late, early)
+    queue = filled(kind(), middle, late, early)
     assert names(queue.candidates()) == ["a1", "a2", "a3"]
     assert len(queue) == 3
-    assert queue.remove(middle)  # type: ignore[arg-type]
-    assert not queue.remove(middle)  # type: ignore[arg-type]
-    assert not queue.remove(Waiter("a", 1))  # type: ignore[arg-type] # equal, but another one
-    assert not queue.remove(Waiter("b", 1))  # type: ignore[arg-type]
+    assert queue.remove(middle)
+    assert not queue.remove(middle)
+    assert not queue.remove(Waiter("a", 1))  # equal, but another one
+    assert not queue.remove(Waiter("b", 1))
     assert names(queue.candidates()) == ["a1", "a3"]
     assert len(queue) == 2
 
@@ -281,10 +224,10 @@ def test_preempted_sequence_returns_to_the_front_of_its_flow() -> None:
 
 
 def test_counters_of_idle_flows_are_bounded() -> None:
-    queue = FairQueue(max_idle_flows=3)
+    queue: Any = FairQueue(max_idle_flows=3)
     for i in range(10):
         admit(filled(queue, Waiter(f"flow{i}x", i)), 1)
-    queue.charge({Waiter("flow7x", 7): 1})  # type: ignore[dict-item] # active again: kept longer than the two others
+    queue.charge({Waiter("flow7x", 7): 1})  # active again: kept longer than the two others
     admit(filled(queue, Waiter("other", 10)), 1)
     admit(filled(queue, Waiter("another", 11)), 1)
     assert [flow[0] for flow in queue._idle] == [b"flow7x", b"other", b"another"]
@@ -292,69 +235,19 @@ def test_counters_of_idle_flows_are_bounded() -> None:
     assert not queue._ranking
 
 
-class Server:
-    """An ideal server: so many places; whoever has one decodes a token each step; admission fills free places."""
+class CountedWaiter(Waiter):
+    """Counts how often anybody looks at one."""
 
-    def __init__(self, queue: Any, num_places: int) -> None:
-        self.queue = queue
-        self.num_places = num_places
-        self.running: list[Waiter] = []
-        self.service: dict[str, int] = defaultdict(int)
+    looks = 0
 
-    def step(self) -> None:
-        self.queue.charge(dict.fromkeys(self.running, 1))
-        for waiter in self.running:
-            self.service[waiter.flow[0].decode()] += DECODE_COST
-            waiter.output -= 1
-        self.running = [waiter for waiter in self.running if waiter.output > 0]
-        candidates: Iterator[Waiter] = self.queue.candidates()
-        while len(self.running) < self.num_places and (waiter := next(candidates, None)):
-            self.queue.remove(waiter)
-            self.queue.charge({waiter: waiter.prompt})
-            self.service[waiter.flow[0].decode()] += PREFILL_COST * waiter.prompt
-            self.running.append(waiter)
+    @property
+    def order(self) -> tuple[int, int, int]:
+        CountedWaiter.looks += 1
+        return self._order
 
-
-@settings(deadline=None, max_examples=50)
-@given(seed=SEEDS)
-def test_service_of_backlogged_flows_differs_by_a_bounded_amount(seed: int) -> None:
-    """Over any interval in which two flows always have sequences waiting, their service differs by at most 2U.
-
-    U bounds how far one backlogged flow's counter gets above another's. A flow is admitted only while its counter is
-    the lowest. Until it is lowest again it is charged at most that admission's prompt and what its sequences in the
-    server's places still decode, so U = PREFILL_COST * longest prompt + DECODE_COST * places * longest output. That is
-    at most twice the paper's U, max(w_p L, w_q M), whose M counts all tokens of running sequences. The difference of
-    two counters stays between -U and U, so that it changes by at most 2U.
-    """
-    rng = random.Random(seed)
-    num_places, longest, most_output = rng.randint(1, 6), rng.randint(2, 40), rng.randint(1, 12)
-    bound = PREFILL_COST * longest + DECODE_COST * num_places * most_output
-    flows = "abc"[: rng.randint(2, 3)]
-    limits = {flow: (rng.randint(2, longest), rng.randint(1, most_output)) for flow in flows}
-    server = Server(FairQueue(), num_places)
-    num_arrived = 0
-    differences: dict[tuple[str, str], list[int]] = defaultdict(list)  # of service, since both wait
-    for _ in range(100):
-        for flow in flows:
-            for _ in range(rng.choice([0, 0, 0, 1, 2, 6])):
-                prompt, output = limits[flow]
-                server.queue.push(Waiter(flow, num_arrived, rng.randint(2, prompt), rng.randint(1, output)))
-                num_arrived += 1
-        before, start = backlogged(server.queue), dict(server.service)
-        server.step()
-        throughout = before & backlogged(server.queue)
-        for a, b in combinations(flows, 2):
-            seen = differences[a, b]
-            if {a, b} <= throughout:
-                seen.append(start.get(a, 0) - start.get(b, 0))
-                seen.append(server.service[a] - server.service[b])
-                assert max(seen) - min(seen) <= 2 * bound
-            else:
-                seen.clear()
-
-
-def backlogged(queue: Any) -> set[str]:
-    return {waiter.flow[0].decode() for waiter in queue.candidates()}
+    @order.setter
+    def order(self, order: tuple[int, int, int]) -> None:
+        self._order = order
 
 
 @pytest.mark.parametrize("num_flows", [1, 100, 10_000])
