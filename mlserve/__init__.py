@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mlserve.config import CacheConfig, DType, EngineConfig, ModelOptions, Policy, SchedulerConfig
+from mlserve.config import AdapterConfig, CacheConfig, DType, EngineConfig, ModelOptions, Policy, SchedulerConfig
 from mlserve.errors import (
     AdapterError,
     AdapterFileNotFoundError,
@@ -32,6 +32,7 @@ from mlserve.request import (
     CompletionOutput,
     FinishReason,
     RequestMetrics,
+    RequestOptions,
     RequestOutput,
     SamplingParams,
     StreamOutput,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AdapterConfig",
     "AdapterError",
     "AdapterFileNotFoundError",
     "AdapterLimitError",
@@ -65,6 +67,7 @@ __all__ = [
     "PromptError",
     "RequestError",
     "RequestMetrics",
+    "RequestOptions",
     "RequestOutput",
     "SamplingParams",
     "SamplingParamsError",

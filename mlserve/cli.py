@@ -1,4 +1,4 @@
-"""The command line: `mlserve generate`, `mlserve chat`, `mlserve inspect`.
+"""The command line: `mlserve generate`, `mlserve chat`, `mlserve inspect`, `mlserve adapters inspect`.
 
 Flags are made from the fields of the option dataclasses, so that a default and its help text stand in one place.
 """
@@ -67,7 +67,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.set_defaults(run=_inspect)
 
-    for command in (generate, chat, inspect):
+    adapters = commands.add_parser("adapters", help="look at LoRA adapters")
+    inspect_adapter = adapters.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "inspect", help="rank, targets, size and digest of an adapter, and whether the model can serve it"
+    )
+    inspect_adapter.add_argument("path", metavar="PATH", help="a folder as PEFT saves it")
+    inspect_adapter.set_defaults(run=_inspect_adapter)
+
+    for command in (generate, chat):
+        command.add_argument("--adapter", metavar="NAME", help="the adapter that answers (default: the base model)")
+        command.add_argument(
+            "--adapters", nargs="+", default=[], type=_named_path, metavar="NAME=PATH", help="adapters to load"
+        )
+    for command in (generate, chat, inspect, inspect_adapter):
         for part in OPTION_PARTS.values():
             group = command.add_argument_group((part.__doc__ or part.__name__).strip().rstrip("."))
             for option in fields(part):
@@ -98,11 +110,18 @@ def _add_flag(group: argparse._ArgumentGroup, option: Field[Any], default: Any) 
         group.add_argument(flag, type=kind, default=argparse.SUPPRESS, metavar=kind.__name__.upper(), help=help_text)
 
 
+def _named_path(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=PATH")
+    return name, path
+
+
 def _scalar_type(option: Field[Any]) -> type:
     """`int | None` -> int; `str | BlockHash` -> str: the first type that a flag can express."""
     annotation = option.type
     owner = next(c for c in (*OPTION_PARTS.values(), SamplingParams) if option in fields(c))
-    names = {"BlockHash": types.NoneType}  # imported for type checkers only
+    names = dict.fromkeys(("BlockHash", "WaitingQueue"), types.NoneType)  # imported for type checkers only
     resolved = typing.get_type_hints(owner, localns=names)[option.name] if isinstance(annotation, str) else annotation
     choices: tuple[type, ...] = typing.get_args(resolved) or (resolved,)
     return next(choice for choice in choices if choice is not types.NoneType)
@@ -123,7 +142,8 @@ def _generate(options: argparse.Namespace) -> None:
 
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in options.prompts]
     params = _sampling(options)
-    outputs = LLM(**_engine_options(options)).generate(prompts, params)
+    llm = LLM(adapters=dict(options.adapters), **_engine_options(options))
+    outputs = llm.generate(prompts, params, adapter=options.adapter)
     for output in outputs:
         if len(prompts) > 1:
             print(f"--- {output.prompt}")
@@ -136,13 +156,20 @@ def _generate(options: argparse.Namespace) -> None:
 def _chat(options: argparse.Namespace) -> None:
     from mlserve.terminal import converse
 
-    converse(_engine_options(options), _sampling(options, **CHAT_DEFAULTS), options.system)
+    llm_options = {"adapters": dict(options.adapters), **_engine_options(options)}
+    converse(llm_options, _sampling(options, **CHAT_DEFAULTS), options.system, options.adapter)
 
 
 def _inspect(options: argparse.Namespace) -> None:
     from mlserve.inspection import describe
 
     print(describe(EngineConfig.from_options(**_engine_options(options))))
+
+
+def _inspect_adapter(options: argparse.Namespace) -> None:
+    from mlserve.inspection import describe_for_model
+
+    print(describe_for_model(options.path, EngineConfig.from_options(**_engine_options(options))))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Options are checked when they are made and never changed afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from enum import StrEnum
@@ -16,8 +16,9 @@ from mlserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from mlserve.cache.hashing import BlockHash
+    from mlserve.engine.queues import WaitingQueue
 
-__all__ = ["CacheConfig", "DType", "EngineConfig", "ModelOptions", "Policy", "SchedulerConfig"]
+__all__ = ["AdapterConfig", "CacheConfig", "DType", "EngineConfig", "ModelOptions", "Policy", "SchedulerConfig"]
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 
@@ -33,6 +34,7 @@ class DType(StrEnum):
 class Policy(StrEnum):
     """Order in which waiting requests are admitted."""
 
+    FAIR = "fair"
     FCFS = "fcfs"
     PRIORITY = "priority"
 
@@ -77,11 +79,14 @@ class SchedulerConfig:
 
     max_num_seqs: int = _option(256, "sequences that may run at once")
     max_num_batched_tokens: int = _option(2048, "tokens in one step; longer prefills are cut into chunks")
-    policy: Policy = _option(Policy.FCFS, "admission order: fcfs or priority (lower numbers first)")
-    max_skips: int = _option(64, "how often later requests may overtake one that waits for KV blocks")
+    policy: Policy | Callable[[], WaitingQueue] = _option(
+        Policy.FAIR, "admission order: fair over adapters and tenants, fcfs, or priority (lower numbers first)"
+    )
+    max_skips: int = _option(64, "how often later requests may overtake one that waits for KV blocks or adapter slots")
 
     def __post_init__(self) -> None:
-        _coerce(self, "policy", Policy)
+        if not callable(self.policy):
+            _coerce(self, "policy", Policy)
         _require_positive("max_num_seqs", self.max_num_seqs)
         _require_positive("max_num_batched_tokens", self.max_num_batched_tokens)
         if self.max_skips < 0:
@@ -91,6 +96,21 @@ class SchedulerConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs {self.max_num_seqs}: "
                 "every running sequence needs one token a step; raise the first or lower the second"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """LoRA adapters: how many, how large, and where from."""
+
+    max_loras: int = _option(8, "adapters that can be in one batch: slots on the device")
+    max_lora_rank: int = _option(64, "largest rank of an adapter, and that of every slot")
+    max_adapter_memory: float = _option(4.0, "GiB of host memory for adapters that were read")
+    max_adapter_bytes: int = _option(2**30, "largest weights file of an adapter")
+    adapter_dir: str | None = _option(None, "a folder of adapter folders, each served under its name")
+
+    def __post_init__(self) -> None:
+        for name in ("max_loras", "max_lora_rank", "max_adapter_memory", "max_adapter_bytes"):
+            _require_positive(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +129,8 @@ class ModelOptions:
 
 
 # The parts of an `EngineConfig`, by its fields. No two of them have an option of the same name.
-OPTION_PARTS: Mapping[str, type[ModelOptions | CacheConfig | SchedulerConfig]] = MappingProxyType(
-    {"model": ModelOptions, "cache": CacheConfig, "scheduler": SchedulerConfig}
+OPTION_PARTS: Mapping[str, type[ModelOptions | CacheConfig | SchedulerConfig | AdapterConfig]] = MappingProxyType(
+    {"model": ModelOptions, "cache": CacheConfig, "scheduler": SchedulerConfig, "adapters": AdapterConfig}
 )
 
 
@@ -121,6 +141,7 @@ class EngineConfig:
     model: ModelOptions = field(default_factory=ModelOptions)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:

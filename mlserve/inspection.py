@@ -1,4 +1,4 @@
-"""What a model is and how much of it fits in memory, told without reading its weights."""
+"""What a model or an adapter is and how much memory it takes, told without reading the model's weights."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from math import prod
 
 import torch
 
+from mlserve.adapters.describe import describe_adapter
+from mlserve.adapters.spec import AdapterLimits
 from mlserve.config import CacheConfig, DType, EngineConfig
 from mlserve.engine.build import CPU_KV_GIB, CUDA_KV_SHARE, GIB, kv_dtype, max_model_len, num_blocks
+from mlserve.model.base_weights import FileBaseWeights, base_shape
 from mlserve.model.config import DecoderConfig
 from mlserve.model.loader import TORCH_DTYPES, OpenModel, open_model
 
-__all__ = ["describe"]
+__all__ = ["describe", "describe_for_model"]
 
 MIB = 2**20
 
@@ -24,6 +27,17 @@ def describe(config: EngineConfig) -> str:
     facts |= {"device": model.device.type, "kernels": model.ops.name}
     width = max(map(len, facts))
     return "\n".join([config.model.model, *(f"  {name:{width}}  {fact}" for name, fact in facts.items())])
+
+
+def describe_for_model(path: str, config: EngineConfig) -> str:
+    """What `mlserve adapters inspect` shows: an adapter, and whether the model can serve it under these options.
+
+    Raises `ModelError` or `ConfigError`; what is wrong with the adapter is part of the text.
+    """
+    model = open_model(config.model)
+    limits = AdapterLimits(config.adapters.max_lora_rank, config.adapters.max_adapter_bytes)
+    weights = FileBaseWeights(model.files.tensors, model.config, model.dtype)
+    return describe_adapter(path, base_shape(model.config), limits, base_weights=weights).text
 
 
 def _architecture(model: DecoderConfig, length: int) -> dict[str, str]:

@@ -5,24 +5,30 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypedDict, TypeGuard, Unpack, cast
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypedDict, TypeGuard, TypeVar, Unpack, cast
 
 from tqdm import tqdm
 
+from mlserve.adapters.registry import AdapterInfo
 from mlserve.cache.hashing import BlockHash
 from mlserve.cache.manager import CacheStats
 from mlserve.config import EngineConfig
 from mlserve.engine.build import build_engine
 from mlserve.engine.prompt import render_chat
+from mlserve.engine.queues import WaitingQueue
 from mlserve.engine.sequence import EngineRequest
 from mlserve.errors import ConfigError, RequestError
-from mlserve.request import RequestOutput, SamplingParams, StreamOutput
+from mlserve.request import RequestOptions, RequestOutput, SamplingParams, StreamOutput
 
-__all__ = ["LLM", "Message", "Options", "Prompt"]
+__all__ = ["LLM", "AdapterName", "Message", "Options", "Prompt"]
 
 Prompt = str | Sequence[int]
+AdapterName = str | None  # None: the base model
+T = TypeVar("T")
 Message = Mapping[str, Any]
 PROGRESS_FROM = 8  # prompts in one call from which a progress bar is worth a line
 
@@ -41,8 +47,13 @@ class Options(TypedDict, total=False):
     kv_memory: float | None
     max_num_seqs: int
     max_num_batched_tokens: int
-    policy: str
+    policy: str | Callable[[], WaitingQueue]
     max_skips: int
+    max_loras: int
+    max_lora_rank: int
+    max_adapter_memory: float
+    max_adapter_bytes: int
+    adapter_dir: str | None
 
 
 class LLM:
@@ -52,10 +63,19 @@ class LLM:
     >>> llm.generate("The capital of France is", SamplingParams(max_tokens=8))[0].outputs[0].text
     """
 
-    def __init__(self, model: str | None = None, **options: Unpack[Options]) -> None:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        adapters: Mapping[str, str | Path] | None = None,
+        **options: Unpack[Options],
+    ) -> None:
         """Load a model: the embedded one (default), a Hugging Face folder or hub id, or a GGUF file.
 
-        Raises `ModelError` if it can't be loaded, `ConfigError` for wrong options.
+        adapters: LoRA adapters to load, folders as PEFT saves them, by the names that requests use. With the option
+        `adapter_dir` adapters are found by the names of their folders, and read when they are first asked for.
+        Raises `ModelError` if the model can't be loaded, `AdapterError` if one of the adapters can't, `ConfigError` for
+        wrong options.
         """
         named: dict[str, Any] = dict(options)
         if model is not None:
@@ -64,28 +84,35 @@ class LLM:
         self.engine = build_engine(self.config)
         self._ids = itertools.count()
         self._mailboxes: dict[str, deque[StreamOutput]] = {}
+        for name, path in (adapters or {}).items():
+            self.load_adapter(name, path)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: AdapterName | Sequence[AdapterName] = None,
         priority: int = 0,
         cache_salt: str | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many (texts, or lists of token ids) as one batch. Outputs stand in the prompts' order.
 
-        sampling_params: one for all, or one for each prompt.
+        sampling_params, adapter: one for all, or one for each prompt.
+        priority: lower goes first; needs the option policy='priority'.
+        cache_salt: cached KV is shared only between requests of the same salt.
         progress: show a progress bar; by default for long batches on a terminal.
         Raises `RequestError` before anything runs if any prompt can't be served. A request that fails while it runs
         doesn't disturb the others: its `finish_reason` is `error`, and `error` says why.
         """
         batch: list[Prompt] = [prompts] if _is_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
+        all_params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(batch))
+        names = _one_each("adapter", adapter, str | None, len(batch))
         requests = []
-        for number, (prompt, params) in enumerate(zip(batch, _one_each(sampling_params, len(batch)), strict=True)):
+        for number, (prompt, params, name) in enumerate(zip(batch, all_params, names, strict=True)):
             with _naming(number, len(batch)):
-                requests.append(self._prepare(prompt, params, priority, cache_salt))
+                requests.append(self._prepare(prompt, params, RequestOptions(name, priority, cache_salt)))
         return self._complete(requests, progress)
 
     def chat(
@@ -93,6 +120,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: AdapterName | Sequence[AdapterName] = None,
         priority: int = 0,
         cache_salt: str | None = None,
         progress: bool | None = None,
@@ -103,13 +131,16 @@ class LLM:
         for number, conversation in enumerate(conversations):
             with _naming(number, len(conversations)):
                 prompts.append(render_chat(conversation, self.engine.tokenizer))
-        return self.generate(prompts, sampling_params, priority=priority, cache_salt=cache_salt, progress=progress)
+        return self.generate(
+            prompts, sampling_params, adapter=adapter, priority=priority, cache_salt=cache_salt, progress=progress
+        )
 
     def stream(
         self,
         prompt: Prompt | Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
+        adapter: AdapterName = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Iterator[StreamOutput]:
@@ -119,8 +150,25 @@ class LLM:
         its first output is asked for. Raises a `RequestError` at once if the prompt can't be served.
         """
         given = render_chat(prompt, self.engine.tokenizer) if _is_conversation(prompt) else cast(Prompt, prompt)
-        request = self._prepare(given, sampling_params or SamplingParams(), priority, cache_salt)
-        return self._read(request)
+        options = RequestOptions(adapter, priority, cache_salt)
+        return self._read(self._prepare(given, sampling_params or SamplingParams(), options))
+
+    def load_adapter(self, name: str, path: str | Path | None = None, *, pinned: bool = False) -> AdapterInfo:
+        """Read an adapter, a folder as PEFT saves it, and serve it under a name from now on.
+
+        A name that exists gets the new content: requests that run finish on the old one, and no KV of it is used
+        again. Without a path the name's own folder is read again. A pinned adapter is never put out of host memory.
+        Raises an `AdapterError` if it can't be served; nothing has changed then.
+        """
+        return self.engine.adapters.load(name, path, pinned=pinned)
+
+    def unload_adapter(self, name: str) -> None:
+        """Serve a name no longer. Requests that run finish on it. Raises `AdapterNotFoundError`."""
+        self.engine.adapters.unload(name)
+
+    def list_adapters(self) -> list[AdapterInfo]:
+        """The adapters that are served, by name."""
+        return self.engine.adapters.list()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV."""
@@ -130,8 +178,8 @@ class LLM:
         """Figures of the KV pool and of the prefix cache."""
         return self.engine.stats()
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: str | None) -> EngineRequest:
-        return self.engine.prepare(f"llm-{next(self._ids)}", prompt, params, priority=priority, cache_salt=cache_salt)
+    def _prepare(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> EngineRequest:
+        return self.engine.prepare(f"llm-{next(self._ids)}", prompt, params, options)
 
     def _pump(self) -> list[StreamOutput]:
         outputs = self.engine.step()
@@ -205,9 +253,10 @@ def _is_filled_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise ConfigError(f"{len(params)} sampling_params for {count} prompts: give one, or one for each prompt")
-    return list(params)
+def _one_each(name: str, given: T | Sequence[T], kind: type[T] | UnionType, count: int) -> list[T]:
+    if isinstance(given, kind):
+        return [given] * count
+    each = cast(Sequence[T], given)
+    if len(each) != count:
+        raise ConfigError(f"{len(each)} {name} for {count} prompts: give one, or one for each prompt")
+    return list(each)

@@ -14,6 +14,7 @@ __all__ = [
     "CompletionOutput",
     "FinishReason",
     "RequestMetrics",
+    "RequestOptions",
     "RequestOutput",
     "SamplingParams",
     "StreamOutput",
@@ -160,6 +161,16 @@ def _check_lists(p: SamplingParams) -> None:
     for bias in p.logit_bias.values():
         _require(_is_finite(bias) and -100 <= bias <= 100, "a value of logit_bias", bias, "numbers from -100 to 100")
     _require(p.allowed_token_ids != (), "allowed_token_ids", [], "at least one id, or None for all")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """All that a request says besides its prompt and how to sample."""
+
+    adapter: str | None = None  # name of the LoRA adapter that answers; None: the base model
+    priority: int = 0  # lower goes first; needs the priority policy
+    cache_salt: str | None = None  # cached KV is shared only with requests of the same salt
+    tenant: str | None = None  # who is served fairly against others, for each adapter; must come from an authority
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,17 @@ from mlserve.request import SamplingParams
 __all__ = ["converse"]
 
 
-def converse(engine_options: Mapping[str, Any], params: SamplingParams, system: str | None) -> None:
-    """Read a line, answer it, repeat; `/new` starts afresh, `/quit` or end of input ends it."""
+def converse(
+    llm_options: Mapping[str, Any], params: SamplingParams, system: str | None, adapter: str | None = None
+) -> None:
+    """Read a line, answer it, repeat.
+
+    `/adapter NAME` lets another adapter go on, `/adapter` the base model; `/new` starts afresh; `/quit` or end of input
+    ends it.
+    """
     logging.basicConfig(level=logging.WARNING)
-    llm = LLM(**engine_options)
-    print(f"{llm.config.model.model}: type a message; /new starts afresh, /quit ends.")
+    llm = LLM(**llm_options)
+    print(f"{llm.config.model.model}: type a message; /adapter NAME switches, /new starts afresh, /quit ends.")
     opening = [] if system is None else [{"role": "system", "content": system}]
     history = list(opening)
     while True:
@@ -30,16 +36,20 @@ def converse(engine_options: Mapping[str, Any], params: SamplingParams, system: 
             return
         if line == "/new":
             history = list(opening)
+        elif line.split(maxsplit=1)[:1] == ["/adapter"]:
+            adapter = line.removeprefix("/adapter").strip() or None
         elif line:
-            history = _turn(llm, history, line, params)
+            history = _turn(llm, history, line, params, adapter)
 
 
-def _turn(llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams) -> list[dict[str, str]]:
+def _turn(
+    llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams, adapter: str | None
+) -> list[dict[str, str]]:
     """One message and its answer. A refused, failed or interrupted turn leaves the history as it was."""
     asked = [*history, {"role": "user", "content": line}]
     answer, count, start = "", 0, time.monotonic()
     try:
-        for output in llm.stream(asked, params):
+        for output in llm.stream(asked, params, adapter=adapter):
             print(output.text, end="", flush=True)
             answer += output.text
             count += len(output.token_ids)

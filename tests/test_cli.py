@@ -92,7 +92,8 @@ def test_chat_keeps_its_history(
 ) -> None:
     assert chat(monkeypatch, tiny_model_dir, "Hello?\n\nAnd then?\n/new\nHello?\n/quit\nnever read\n") == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(f"{tiny_model_dir}: type a message; /new starts afresh, /quit ends.\n> ")
+    keys = "/adapter NAME switches, /new starts afresh, /quit ends."
+    assert printed.startswith(f"{tiny_model_dir}: type a message; {keys}\n> ")
     llm = LLM(str(tiny_model_dir), kernels="reference")
     (first,) = llm.chat([{"role": "user", "content": "Hello?"}], SamplingParams(max_tokens=8))
     assert printed.count(first.outputs[0].text) == 2

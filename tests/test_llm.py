@@ -17,16 +17,15 @@ from tiny import IM_END
 
 from mlserve import (
     LLM,
-    CacheConfig,
     ConfigError,
     FinishReason,
     ModelNotFoundError,
-    ModelOptions,
     PromptError,
+    RequestOptions,
     SamplingParams,
     SamplingParamsError,
-    SchedulerConfig,
 )
+from mlserve.config import OPTION_PARTS
 from mlserve.llm import PROGRESS_FROM, Options
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_blocks": 64}
@@ -254,10 +253,10 @@ def test_priority_reaches_the_scheduler(tiny_model_dir: Path, way: str) -> None:
     llm = LLM(str(tiny_model_dir), policy="priority", max_num_seqs=1, **OPTIONS)
     runs = llm.stream([1, 2], GREEDY, priority=5)
     next(runs)
-    llm.engine.submit(llm.engine.prepare("waits", [3, 4], GREEDY, priority=-1))
+    llm.engine.submit(llm.engine.prepare("waits", [3, 4], GREEDY, RequestOptions(priority=-1)))
     ask = getattr(llm, way)
     assert list(ask(CONVERSATION if way == "chat" else [5, 6], GREEDY, priority=-2))
-    assert [s.request.request_id for s in llm.engine.scheduler.waiting] == ["waits"]  # it had come first
+    assert [s.request.request_id for s in llm.engine.scheduler.waiting.candidates()] == ["waits"]  # it had come first
     assert len(list(runs)) == 7
 
 
@@ -273,7 +272,7 @@ def test_priority_reaches_the_scheduler(tiny_model_dir: Path, way: str) -> None:
         ({"num_blocks": 10**12}, "a KV pool of 1000000000000 blocks takes 7629394.5 GiB"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens is 32, below max_num_seqs 64"),
         ({"max_skips": -1}, "max_skips is -1"),
-        ({"policy": "random"}, "policy is 'random': give one of fcfs, priority"),
+        ({"policy": "random"}, "policy is 'random': give one of fair, fcfs, priority"),
         ({"dtype": "int8"}, "dtype is 'int8': give one of float32, bfloat16, float16"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"kernels": "magic"}, "kernels is 'magic'"),
@@ -294,10 +293,10 @@ def test_no_model(tmp_path: Path) -> None:
 
 def test_the_typed_options_are_the_fields_of_the_config() -> None:
     """Every option of the parts is an option of `LLM`, of the same type; `model` is its first argument."""
-    parts = (ModelOptions, CacheConfig, SchedulerConfig)
-    known = {option.name: option for part in parts for option in fields(part)}
+    known = {option.name: option for part in OPTION_PARTS.values() for option in fields(part)}
     assert {*Options.__annotations__} == {*known} - {"model"}
+    exact = {"dtype": "DType", "policy": "Policy | Callable[[], WaitingQueue]"}
     typed = {name: annotation.__forward_arg__ for name, annotation in Options.__annotations__.items()}
     for name, annotation in typed.items():
-        assert known[name].type in (annotation, {"dtype": "DType", "policy": "Policy"}.get(name)), name
+        assert known[name].type in (annotation, exact.get(name)), name
     assert typing.is_typeddict(Options)

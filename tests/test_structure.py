@@ -12,13 +12,13 @@ import torch
 from tree import PACKAGES, ROOT, imports, module_files, run_python, tree_files
 
 # Which other parts each part may import. `errors`, `config` and `request` are plain data that every part above the
-# kernels may use; an option of `config` may be an object of the cache's, which it names for type checkers.
+# kernels may use; an option of `config` may be an object of the cache's or engine's, which it names for type checkers.
 _BELOW_ENGINE = {"model", "cache", "adapters", "vision", "kernels"}
 _TOP = {"llm", "cli", "terminal", "inspection", "server", "client"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "request": {"errors"},
-    "config": {"errors", "cache"},
+    "config": {"errors", "cache", "engine"},
     "kernels": {"errors"},
     "adapters": {"kernels"},
     "vision": {"kernels"},
@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{part: _TOP | _BELOW_ENGINE | {"engine"} for part in _TOP},
 }
 PLAIN = {"errors", "config", "request"}
-FREE_OF_TORCH = ("mlserve", "mlserve.cache", "mlserve.engine.scheduler", "mlserve.model.plan")
+FREE_OF_TORCH = ("mlserve", "mlserve.cache", "mlserve.engine.scheduler", "mlserve.engine.queues", "mlserve.model.plan")
 
 MAX_LINES = 350
 LONGER_FILES: set[str] = set()

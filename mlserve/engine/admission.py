@@ -5,21 +5,27 @@ from __future__ import annotations
 import random
 import struct
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from mlserve.cache.manager import CacheManager
-from mlserve.cache.marks import salt_mark
+from mlserve.cache.marks import Mark, MarkKind, salt_mark
 from mlserve.config import Policy
 from mlserve.engine.prompt import validate_prompt_ids
 from mlserve.engine.sequence import EngineRequest, Sequence
 from mlserve.engine.tokenizer import Tokenizer
 from mlserve.errors import CapacityError, PromptError, RequestError, SamplingParamsError
-from mlserve.request import RequestMetrics, SamplingParams
+from mlserve.request import RequestMetrics, RequestOptions, SamplingParams
 
-__all__ = ["Limits", "RequestFactory"]
+if TYPE_CHECKING:
+    from mlserve.adapters.host import HostAdapter
+    from mlserve.engine.queues import WaitingQueue
+
+__all__ = ["Limits", "RequestFactory", "activation_start"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,9 @@ class Limits:
 class RequestFactory:
     """Makes engine requests; numbers them in order of arrival."""
 
-    def __init__(self, tokenizer: Tokenizer, cache: CacheManager, limits: Limits, policy: Policy) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, cache: CacheManager, limits: Limits, policy: Policy | Callable[[], WaitingQueue]
+    ) -> None:
         self.limits = limits
         self._policy = policy
         self._tokenizer = tokenizer
@@ -44,20 +52,16 @@ class RequestFactory:
         self._random = random.SystemRandom()
 
     def make(
-        self,
-        request_id: str,
-        prompt: str | Seq[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        self, request_id: str, prompt: str | Seq[int], params: SamplingParams, options: RequestOptions
     ) -> EngineRequest:
         """Check everything, tokenise, and lay out the sequences.
 
         Raises `PromptError`, `SamplingParamsError` or `CapacityError`; nothing is kept of a refused request.
         """
-        if priority and self._policy is not Policy.PRIORITY:
-            raise RequestError(f"priority is {priority}, but admission is {self._policy}: set policy='priority'")
+        if options.priority and self._policy in (Policy.FAIR, Policy.FCFS):
+            raise RequestError(
+                f"priority is {options.priority}, but admission is {self._policy}: set policy='priority'"
+            )
         if not isinstance(prompt, str | Seq):
             raise PromptError(f"the prompt is of type {type(prompt).__name__}: give a text or a list of token ids")
         prompt_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -70,12 +74,27 @@ class RequestFactory:
             params=params,
             metrics=RequestMetrics(arrival=time.monotonic(), prompt_tokens=len(prompt_ids)),
             prompt=prompt if isinstance(prompt, str) else None,
-            marks=() if cache_salt is None else (salt_mark(cache_salt),),
-            priority=priority,
+            options=options,
+            marks=() if options.cache_salt is None else (salt_mark(options.cache_salt),),
         )
         self._arrivals += 1
         self._add_sequences(request)
         return request
+
+    def use_adapter(self, request: EngineRequest, adapter: HostAdapter) -> None:
+        """Let an adapter answer a request that hasn't been queued yet: its KV is marked with what the adapter contains.
+
+        An activated LoRA acts from the last place on where the prompt has its invocation tokens; if they are nowhere,
+        the base model answers, as in PEFT.
+        """
+        start = activation_start(request.prompt_token_ids, adapter.invocation_tokens)
+        if start is None:
+            return
+        request.marks = (*request.marks, Mark(MarkKind.ADAPTER, adapter.digest, start, None))
+        for sequence in request.sequences:
+            sequence.adapter, sequence.adapter_start = adapter, start
+            sequence.flow = (adapter.digest, request.options.tenant)
+            sequence.blocks = self._cache.open(sequence.token_ids, request.marks)
 
     def _check_length(self, num_tokens: int) -> None:
         limits = self.limits
@@ -116,11 +135,12 @@ class RequestFactory:
                     blocks=self._cache.open(token_ids, request.marks),
                     seed=seed if index == 0 else _mix(seed, index),
                     max_total_tokens=max_total,
-                    order=(request.priority, self._arrivals, index),
+                    order=(request.options.priority, self._arrivals, index),
                     stop_ids=frozenset((*eos, *params.stop_token_ids)),
                     banned_until_min=(*limits.eos_token_ids, *params.stop_token_ids),
                     bad_words_ids=bad_words,
                     wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
+                    flow=(None, request.options.tenant),
                 )
             )
 
@@ -129,6 +149,17 @@ class RequestFactory:
         spellings = [spelling for word in params.bad_words for spelling in (word, f" {word.lstrip()}")]
         encoded = {tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in spellings}
         return tuple(sorted(ids for ids in encoded if ids))
+
+
+def activation_start(prompt_ids: Seq[int], invocation_tokens: tuple[int, ...] | None) -> int | None:
+    """The first token that an adapter acts on: 0 for a plain one, None if an activated one isn't invoked."""
+    if invocation_tokens is None:
+        return 0
+    first, count = invocation_tokens[0], len(invocation_tokens)
+    for start in range(len(prompt_ids) - count, -1, -1):
+        if prompt_ids[start] == first and tuple(prompt_ids[start : start + count]) == invocation_tokens:
+            return start
+    return None
 
 
 def _mix(seed: int, index: int) -> int:

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 from mlserve.engine.engine import Engine
 from mlserve.errors import MlserveError, StepError
-from mlserve.request import SamplingParams, StreamOutput
+from mlserve.request import RequestOptions, SamplingParams, StreamOutput
 
 __all__ = ["AsyncEngine"]
 
 logger = logging.getLogger(__name__)
+
+_DEFAULTS = RequestOptions()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,9 +67,7 @@ class AsyncEngine:
         request_id: str,
         prompt: str | Seq[int],
         params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        options: RequestOptions = _DEFAULTS,
     ) -> AsyncGenerator[StreamOutput]:
         """Outputs of one request as they come. Leaving the loop early, or cancelling, aborts the request.
 
@@ -79,7 +79,7 @@ class AsyncEngine:
         def add() -> None:
             try:
                 engine = self._engine
-                engine.submit(engine.prepare(request_id, prompt, params, priority=priority, cache_salt=cache_salt))
+                engine.submit(engine.prepare(request_id, prompt, params, options))
             except Exception as error:
                 listener.send(error)
                 return

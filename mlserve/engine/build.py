@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+from mlserve.adapters.registry import AdapterRegistry
+from mlserve.adapters.slot_table import SlotTable
+from mlserve.adapters.slots import AdapterSlots
+from mlserve.adapters.spec import AdapterLimits
 from mlserve.cache.block_pool import BlockPool
 from mlserve.cache.hashing import BlockHasher
 from mlserve.cache.manager import CacheManager
-from mlserve.config import CacheConfig, EngineConfig
+from mlserve.config import AdapterConfig, CacheConfig, EngineConfig
 from mlserve.engine.admission import Limits
 from mlserve.engine.engine import Engine
 from mlserve.engine.tokenizer import load_tokenizer
 from mlserve.errors import ConfigError
+from mlserve.model.base_weights import base_shape
 from mlserve.model.config import DecoderConfig
 from mlserve.model.loader import LoadedModel, load_model
 from mlserve.model.runner import ModelRunner
@@ -29,7 +36,7 @@ def build_engine(config: EngineConfig) -> Engine:
     Raises `ModelError` or `ConfigError`.
     """
     model = load_model(config.model)
-    cache_config, device = config.cache, model.decoder.device
+    cache_config, adapter_config, device = config.cache, config.adapters, model.decoder.device
     dtype = kv_dtype(model.dtype, device)
     blocks = num_blocks(cache_config, model.config, dtype, device)
     limits = Limits(
@@ -41,9 +48,14 @@ def build_engine(config: EngineConfig) -> Engine:
     hasher = None
     if cache_config.enable_prefix_caching:
         hasher = BlockHasher(cache_config.block_hash, model.digest, str(dtype), cache_config.block_size)
-    runner = _runner(model, blocks, cache_config.block_size, dtype)  # after all that may refuse the options
+    adapters = _registry(model, adapter_config)
+    slots = AdapterSlots(
+        base_shape(model.config), adapter_config.max_loras, adapter_config.max_lora_rank, model.dtype, device
+    )
+    runner = _runner(model, blocks, cache_config.block_size, dtype, slots)  # after all that may refuse the options
     cache = CacheManager(BlockPool(blocks + 1), hasher, cache_config.block_size)  # block 0 is never handed out
-    return Engine(runner, load_tokenizer(model.tokenizer_source), cache, config.scheduler, limits)
+    tokenizer = load_tokenizer(model.tokenizer_source)
+    return Engine(runner, tokenizer, cache, config.scheduler, limits, adapters, SlotTable(adapter_config.max_loras))
 
 
 def kv_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
@@ -76,9 +88,26 @@ def num_blocks(
     return fitting
 
 
-def _runner(model: LoadedModel, blocks: int, block_size: int, dtype: torch.dtype) -> ModelRunner:
+def _registry(model: LoadedModel, config: AdapterConfig) -> AdapterRegistry:
+    """Raises `ConfigError` if there is no such folder of adapters."""
+    directory = None if config.adapter_dir is None else Path(config.adapter_dir)
+    if directory is not None and not directory.is_dir():
+        raise ConfigError(f"adapter_dir is {config.adapter_dir!r}, which is no folder: give one that holds adapters")
+    limits = AdapterLimits(config.max_lora_rank, config.max_adapter_bytes)
+    return AdapterRegistry(
+        base_shape(model.config),
+        model.base_weights,
+        limits,
+        max_bytes=int(config.max_adapter_memory * GIB),
+        directory=directory,
+    )
+
+
+def _runner(
+    model: LoadedModel, blocks: int, block_size: int, dtype: torch.dtype, adapters: AdapterSlots
+) -> ModelRunner:
     try:
-        return ModelRunner(model.decoder, blocks + 1, block_size, dtype)
+        return ModelRunner(model.decoder, blocks + 1, block_size, dtype, adapters)
     except RuntimeError as error:  # torch has no narrower one for a CPU
         gib = blocks * block_size * model.config.kv_bytes_per_token(dtype) / GIB
         raise ConfigError(

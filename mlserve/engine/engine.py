@@ -6,20 +6,26 @@ import logging
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
+from mlserve.adapters.registry import AdapterRegistry
+from mlserve.adapters.slot_table import SlotTable
 from mlserve.cache.manager import CacheManager, CacheStats
 from mlserve.config import SchedulerConfig
 from mlserve.engine.admission import Limits, RequestFactory
+from mlserve.engine.arrivals import Arrivals
 from mlserve.engine.outputs import OutputProcessor
 from mlserve.engine.scheduler import Scheduler
 from mlserve.engine.sequence import EngineRequest, Sequence
 from mlserve.engine.tokenizer import Tokenizer
-from mlserve.errors import RequestError
+from mlserve.errors import AdapterError, RequestError
 from mlserve.model.plan import StepPlan, StepResult
-from mlserve.request import FinishReason, SamplingParams, StreamOutput
+from mlserve.request import FinishReason, RequestOptions, SamplingParams, StreamOutput
 
 __all__ = ["Engine", "Runner"]
 
 logger = logging.getLogger(__name__)
+
+_LOADING_POLL = 0.005  # seconds that a step waits for an adapter when there is nothing else to do
+_DEFAULTS = RequestOptions()
 
 
 class Runner(Protocol):
@@ -31,55 +37,71 @@ class Runner(Protocol):
 
 
 class Engine:
-    """Not thread-safe: one thread adds, steps and aborts (`AsyncEngine` does so for many callers)."""
+    """Not thread-safe: one thread adds, steps and aborts (`AsyncEngine` does so for many callers).
+
+    `adapters` is: whoever manages adapters calls it from any thread.
+    """
 
     def __init__(
-        self, runner: Runner, tokenizer: Tokenizer, cache: CacheManager, scheduler: SchedulerConfig, limits: Limits
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        cache: CacheManager,
+        scheduler: SchedulerConfig,
+        limits: Limits,
+        adapters: AdapterRegistry,
+        slots: SlotTable,
     ) -> None:
         self.runner = runner
         self.tokenizer = tokenizer
         self.cache = cache
         self.limits = limits
-        self.scheduler = Scheduler(scheduler, cache)
+        self.adapters = adapters
+        self.scheduler = Scheduler(scheduler, cache, slots)
+        self._arrivals = Arrivals()
         self._requests: dict[str, EngineRequest] = {}
         self._factory = RequestFactory(tokenizer, cache, limits, scheduler.policy)
         self._outputs = OutputProcessor(tokenizer, self.scheduler.finish)
         self._unsent: list[StreamOutput] = []  # outputs of requests that ended when they were submitted
 
     def prepare(
-        self,
-        request_id: str,
-        prompt: str | Seq[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
+        self, request_id: str, prompt: str | Seq[int], params: SamplingParams, options: RequestOptions = _DEFAULTS
     ) -> EngineRequest:
-        """Tokenise and check a request, for `submit`. Raises a `RequestError` if it can't be served; keeps nothing.
-
-        priority: lower goes first; needs the priority policy.
-        cache_salt: requests share cached KV only with requests of the same salt.
-        """
-        return self._factory.make(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
+        """Tokenise and check a request, for `submit`. Raises a `RequestError` if it can't be served; keeps nothing."""
+        if options.adapter is not None:
+            self.adapters.require(options.adapter)
+        return self._factory.make(request_id, prompt, params, options)
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a prepared request."""
+        """Queue a prepared request. If its adapter must be read first, it waits for that without holding up others.
+
+        Raises a `RequestError` if its id is in use, or its adapter was unloaded meanwhile.
+        """
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use: give every request its own")
+        if request.options.adapter is not None:
+            request.lease = self.adapters.lease(request.options.adapter)
         self._requests[request.request_id] = request
         self._outputs.open(request)
         if request.params.max_tokens == 0 and request.params.prompt_logprobs is None:
             self._unsent += self._end(request, FinishReason.LENGTH)  # nothing to compute
             return
-        for sequence in request.sequences:
-            self.scheduler.add(sequence)
+        if request.lease is None:
+            self._queue(request)
+        else:
+            self._arrivals.add(request)
+            self._queue_arrivals()
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._unsent) or self.scheduler.has_work()
+        return bool(self._unsent) or self.scheduler.has_work() or len(self._arrivals) > 0
 
     def step(self) -> list[StreamOutput]:
         """Plan, run, commit; returns what that added to each sequence."""
+        if self._arrivals:
+            if not self._unsent and not self.scheduler.has_work():
+                self.adapters.wait(_LOADING_POLL)
+            self._queue_arrivals()
         plan = self.scheduler.plan()
         outputs, self._unsent = self._unsent, []
         if plan.sequences:
@@ -88,7 +110,9 @@ class Engine:
             outputs += self._outputs.process(plan, result)
         for output in outputs:
             if output.completed is not None:
-                self._requests.pop(output.request_id, None)
+                request = self._requests.pop(output.request_id, None)
+                if request is not None and request.lease is not None:
+                    request.lease.close()
         return outputs
 
     def abort(self, request_id: str) -> list[StreamOutput]:
@@ -100,7 +124,11 @@ class Engine:
         if request is None:
             return []
         self._unsent = [output for output in self._unsent if output.request_id != request_id]
-        return self._end(request, FinishReason.ABORT)
+        self._arrivals.remove(request_id)
+        outputs = self._end(request, FinishReason.ABORT)
+        if request.lease is not None:
+            request.lease.close()
+        return outputs
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV. Running requests go on undisturbed; nothing computed before is ever hit again."""
@@ -109,6 +137,20 @@ class Engine:
     def stats(self) -> CacheStats:
         """Figures of the KV pool and of the prefix cache."""
         return self.cache.stats()
+
+    def _queue(self, request: EngineRequest) -> None:
+        for sequence in request.sequences:
+            self.scheduler.add(sequence)
+
+    def _queue_arrivals(self) -> None:
+        for request, adapter in self._arrivals.take():
+            if isinstance(adapter, AdapterError):
+                for sequence in request.sequences:
+                    sequence.error = str(adapter)
+                self._unsent += self._end(request, FinishReason.ERROR)
+            else:
+                self._factory.use_adapter(request, adapter)
+                self._queue(request)
 
     def _end(self, request: EngineRequest, reason: FinishReason) -> list[StreamOutput]:
         outputs = []

@@ -11,45 +11,55 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from operator import attrgetter
 
+from mlserve.adapters.slot_table import SlotTable
 from mlserve.cache.manager import CacheManager, Hit
-from mlserve.config import SchedulerConfig
+from mlserve.config import Policy, SchedulerConfig
+from mlserve.engine.queues import waiting_queue
 from mlserve.engine.sequence import Sequence
-from mlserve.model.plan import StepPlan, StepResult
+from mlserve.model.plan import SlotLoad, StepPlan, StepResult
 from mlserve.request import FinishReason
 
 __all__ = ["Scheduler"]
 
 _LOOKAHEAD = 16  # sequences that lack blocks and are passed over in one step, in search of one that fits
+_SLOT_LOOKAHEAD = 1024  # the same for adapters that lack a slot: each costs one look-up
 _ORDER = attrgetter("order")
 _NO_HIT = Hit((), 0, 0)
 
 
 class Scheduler:
-    """Owns the waiting and the running sequences; asks the cache manager for blocks."""
+    """Owns the waiting and the running sequences; asks the cache manager for blocks and the table for adapter slots."""
 
-    def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
+    def __init__(self, config: SchedulerConfig, cache: CacheManager, slots: SlotTable) -> None:
         self.config = config
         self.cache = cache
-        self.waiting: list[Sequence] = []  # sorted by order
+        self.slots = slots
+        self.waiting = waiting_queue(config.policy) if isinstance(config.policy, Policy) else config.policy()
         self.running: list[Sequence] = []  # sorted by order; the last one is preempted first
+
+    @property
+    def _max_slot_skips(self) -> int:
+        return min(self.config.max_skips, self.config.max_num_seqs)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
-        insort(self.waiting, sequence, key=_ORDER)
+        self.waiting.push(sequence)
 
     def has_work(self) -> bool:
         """Whether anything waits or runs."""
-        return bool(self.waiting or self.running)
+        return bool(self.running or len(self.waiting))
 
     def plan(self) -> StepPlan[Sequence]:
         """Choose the next step. Takes blocks for it; changes nothing else that `commit` would have to undo."""
         chosen: dict[Sequence, int] = {}
         num_running = len(self.running)
         budget = self._continue_running(chosen)
+        self.waiting.charge(chosen)
         preempted = len(self.running) < num_running  # then blocks are short: admitting would only preempt again
-        if self.waiting and budget > 0 and not preempted:
-            self._admit_waiting(chosen, budget)
-        plan = StepPlan(list(chosen), list(chosen.values()))
+        loads: list[SlotLoad] = []
+        if len(self.waiting) and budget > 0 and not preempted:
+            self._admit_waiting(chosen, budget, loads)
+        plan = StepPlan(list(chosen), list(chosen.values()), loads=loads)
         plan.sampled = [
             row
             for row, (sequence, query_len) in enumerate(chosen.items())
@@ -63,8 +73,7 @@ class Scheduler:
         for row, query_len in enumerate(plan.query_lens):
             sequence = plan.sequences[row]
             if row in result.errors:
-                sequence.error = result.errors[row]
-                self.finish(sequence, FinishReason.ERROR)
+                self._fail(sequence, result.errors[row], plan)
                 continue
             computed = sequence.num_computed
             sequence.num_computed = computed + query_len
@@ -85,11 +94,26 @@ class Scheduler:
             return
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
-        for queue in (self.running, self.waiting):
-            at = bisect_left(queue, sequence.order, key=_ORDER)
-            if at < len(queue) and queue[at] is sequence:
-                del queue[at]
+        at = bisect_left(self.running, sequence.order, key=_ORDER)
+        if at < len(self.running) and self.running[at] is sequence:
+            del self.running[at]
+            self._let_go(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def _fail(self, sequence: Sequence, error: str, plan: StepPlan[Sequence]) -> None:
+        adapter = sequence.adapter
+        if adapter is not None and any(load.adapter is adapter for load in plan.loads):
+            self.slots.forget(adapter.digest)  # perhaps it was never written
+        sequence.error = error
+        self.finish(sequence, FinishReason.ERROR)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Give back what a running sequence holds: its blocks and its adapter's slot."""
         self.cache.release(sequence.blocks)
+        if sequence.adapter is not None:
+            self.slots.release(sequence.adapter.digest)
+            sequence.adapter_slot = None
 
     def _append(self, sequence: Sequence, token: int) -> None:
         sequence.token_ids.append(token)
@@ -132,29 +156,44 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.cache.release(sequence.blocks)
+        self._let_go(sequence)
         sequence.num_computed = 0
         sequence.request.metrics.preemptions += 1
-        insort(self.waiting, sequence, key=_ORDER)
+        self.waiting.push(sequence)
 
-    def _admit_waiting(self, chosen: dict[Sequence, int], budget: int) -> None:
-        """Admit in order. One that lacks blocks may be overtaken by later, smaller ones, but only `max_skips` times:
-        from then on everybody behind it waits, so that the pool drains until it fits.
+    def _admit_waiting(self, chosen: dict[Sequence, int], budget: int, loads: list[SlotLoad]) -> None:
+        """Admit in the queue's order. One that lacks blocks may be overtaken by later, smaller ones, but only
+        `max_skips` times: from then on everybody behind it waits, so that the pool drains until it fits.
 
         One whose next block is just being written by a prefill waits for it: it will hit that block, so that requests
         which arrive together compute what they share once.
+
+        One whose adapter finds all slots in use holds nobody up. But once it has been overtaken by as many sequences
+        with adapters as run at once (or `max_skips`, if that is less), no others are admitted, so that a slot is freed.
         """
         being_written = {self.cache.upcoming_key(s.blocks) for s, query_len in chosen.items() if query_len > 1}
         being_written.discard(None)
         blocked: Sequence | None = None
-        num_blocked = 0
-        for sequence in list(self.waiting):
+        without_slot: Sequence | None = None
+        num_blocked = num_without_slot = 0
+        for sequence in self.waiting.candidates():
             if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
                 return
             if blocked is not None and blocked.overtaken >= self.config.max_skips:
                 return
             if _waits_for_sibling(sequence):
                 continue
+            if sequence.adapter is not None:
+                if without_slot is not None and without_slot.overtaken >= self._max_slot_skips:
+                    self.waiting.skip_flow(sequence)
+                    continue
+                if not self.slots.can_take(sequence.adapter.digest):
+                    without_slot = without_slot or sequence
+                    num_without_slot += 1
+                    if num_without_slot > _SLOT_LOOKAHEAD:
+                        return
+                    self.waiting.skip_flow(sequence)
+                    continue
             hit = self._find(sequence)
             if hit is not _NO_HIT and self.cache.missing_key(sequence.blocks, hit) in being_written:
                 continue
@@ -166,15 +205,23 @@ class Scheduler:
                 continue
             if blocked is not None:
                 blocked.overtaken += 1
+            if without_slot is not None and sequence.adapter is not None:
+                without_slot.overtaken += 1
             query_len = min(len(sequence.token_ids) - hit.num_tokens, budget)
-            self._admit(sequence, hit, query_len)
+            self._admit(sequence, hit, query_len, loads)
             chosen[sequence] = query_len
+            if not sequence.request.metrics.preemptions:  # what it repeats was charged before
+                self.waiting.charge({sequence: query_len})
             budget -= query_len
             being_written.add(self.cache.upcoming_key(sequence.blocks))
             being_written.discard(None)
 
-    def _admit(self, sequence: Sequence, hit: Hit, query_len: int) -> None:
+    def _admit(self, sequence: Sequence, hit: Hit, query_len: int, loads: list[SlotLoad]) -> None:
         self.cache.admit(sequence.blocks, hit, hit.num_tokens + query_len)
+        if sequence.adapter is not None:
+            sequence.adapter_slot, must_write = self.slots.take(sequence.adapter.digest)
+            if must_write:
+                loads.append(SlotLoad(sequence.adapter_slot, sequence.adapter))
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=_ORDER)
         sequence.num_computed = hit.num_tokens

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mlserve.cache.manager import SequenceBlocks
 from mlserve.cache.marks import Mark
-from mlserve.request import FinishReason, RequestMetrics, SamplingParams
+from mlserve.request import FinishReason, RequestMetrics, RequestOptions, SamplingParams
 
-__all__ = ["EngineRequest", "Sequence"]
+if TYPE_CHECKING:
+    from mlserve.adapters.host import HostAdapter
+    from mlserve.adapters.registry import AdapterLease
+
+__all__ = ["EngineRequest", "Flow", "Sequence"]
+
+# Who is served fairly against whom: an adapter's digest (None: the base model) and a tenant (None: nobody known).
+Flow = tuple[bytes | None, str | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +31,7 @@ class Sequence:
     request: EngineRequest
     index: int
     token_ids: list[int]
-    blocks: SequenceBlocks
+    blocks: SequenceBlocks  # those of its adapter's KV once that is known, see `EngineRequest.use`
     seed: int
     max_total_tokens: int  # prompt plus output may not grow beyond this
     order: tuple[int, int, int]  # (priority, arrival, index): lower goes first
@@ -34,7 +42,11 @@ class Sequence:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     wants_prompt_logprobs: bool = False
     num_computed: int = 0
-    overtaken: int = 0  # how often a later sequence was admitted while this one waited for blocks
+    overtaken: int = 0  # how often a later sequence was admitted while this one waited for blocks or for a slot
+    adapter: HostAdapter | None = None
+    adapter_start: int = 0  # the first token that the adapter acts on
+    adapter_slot: int | None = None  # the device slot that it holds while it runs
+    flow: Flow = (None, None)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -68,6 +80,7 @@ class EngineRequest:
     params: SamplingParams
     metrics: RequestMetrics
     prompt: str | None = None
+    options: RequestOptions = field(default_factory=RequestOptions)
     marks: tuple[Mark, ...] = ()
-    priority: int = 0
     sequences: list[Sequence] = field(default_factory=list)
+    lease: AdapterLease | None = None  # keeps its adapter in memory

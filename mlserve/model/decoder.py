@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mlserve.adapters.linear import StepAdapters
+from mlserve.adapters.slots import Projection
 from mlserve.kernels import Linear, Ops
 from mlserve.model.config import DecoderConfig
 from mlserve.model.inputs import ForwardBatch
@@ -57,10 +59,12 @@ class Decoder:
         `kv: [blocks, layers, 2, block_size, Hk, D]`. The final norm is left to `logits`. Once the last layer's keys and
         values are written, nothing depends on rows without logits: they stop there.
         """
-        ops, config, paged, rows = self.ops, self.config, batch.paged, batch.logit_rows
+        ops, config, paged, rows, adapters = self.ops, self.config, batch.paged, batch.logit_rows, batch.adapters
         eps, heads = config.norm_eps, (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         rotations = self._rotations(batch.positions)
         residual = ops.embedding(batch.token_ids, self.weights.embedding)  # [T, H]
+        if adapters is not None:
+            adapters.embed(batch.token_ids, residual)
         if config.embedding_multiplier != 1.0:
             residual *= config.embedding_multiplier
         x = ops.rms_norm(residual, self.weights.layers[0].attention_norm, eps)
@@ -69,7 +73,7 @@ class Decoder:
         for i, (layer, kind, layer_kv) in enumerate(zip(self.weights.layers, config.layers, kv.unbind(1), strict=True)):
             if i > 0:
                 x = ops.add_rms_norm(x, residual, layer.attention_norm, eps)
-            qkv = ops.linear(x, layer.qkv_proj)  # [T, (Hq + 2 * Hk) * D]
+            qkv = self._linear(x, layer.qkv_proj, adapters, Projection.QKV, i)  # [T, (Hq + 2 * Hk) * D]
             q, k, v = qkv.view(len(qkv), -1, config.head_dim).split_with_sizes(heads, 1)  # views: [T, heads, D]
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = ops.rms_norm(q, layer.q_norm, eps), ops.rms_norm(k, layer.k_norm, eps)
@@ -81,23 +85,32 @@ class Decoder:
                 q, layer_kv, paged, scale=config.attention_scale, window=kind.window, soft_cap=config.attention_soft_cap
             )  # [T, Hq * D]
             if i == last:
-                x, residual = x[rows], residual[rows]
-            x = ops.linear(x, layer.o_proj)
+                x, residual, adapters = x[rows], residual[rows], batch.logit_adapters
+            x = self._linear(x, layer.o_proj, adapters, Projection.O, i)
             if layer.post_attention_norm is not None:
                 x = ops.rms_norm(x, layer.post_attention_norm, eps)
             x = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = ops.gated_activation(ops.linear(x, layer.gate_up_proj), config.activation)  # [T, I]
-            x = ops.linear(x, layer.down_proj)
+            gate_up = self._linear(x, layer.gate_up_proj, adapters, Projection.GATE_UP, i)
+            x = ops.gated_activation(gate_up, config.activation)  # [T, I]
+            x = self._linear(x, layer.down_proj, adapters, Projection.DOWN, i)
             if layer.post_mlp_norm is not None:
                 x = ops.rms_norm(x, layer.post_mlp_norm, eps)
         return residual.add_(x)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token: `hidden: [R, H]` from `forward` `-> [R, V]` float32."""
+    def logits(self, hidden: Tensor, adapters: StepAdapters | None = None) -> Tensor:
+        """Scores of the next token: `hidden: [R, H]` from `forward` `-> [R, V]` float32. `adapters` are of its rows."""
         x = self.ops.rms_norm(hidden, self.weights.norm, self.config.norm_eps)
-        logits = self.ops.linear(x, self.weights.lm_head).float()
+        logits = self._linear(x, self.weights.lm_head, adapters, Projection.LM_HEAD, 0).float()
         cap = self.config.logit_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _linear(
+        self, x: Tensor, weight: Linear, adapters: StepAdapters | None, projection: Projection, layer: int
+    ) -> Tensor:
+        y = self.ops.linear(x, weight)
+        if adapters is not None:
+            adapters.apply(projection, layer, x, y)
+        return y
 
     def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Cosine and sine of the step's tokens, `[T, D / 2]` each, once for all layers of a kind."""

@@ -11,10 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mlserve.kernels import PagedBatch
+from mlserve.adapters.linear import StepAdapters
+from mlserve.adapters.segments import AdapterRows, SlotRange
+from mlserve.adapters.slots import AdapterSlots
+from mlserve.kernels import Ops, PagedBatch
 from mlserve.model.plan import PlannedSequence, SequenceT, StepPlan
 
-__all__ = ["ForwardBatch", "build_batch"]
+__all__ = ["ForwardBatch", "build_batch", "step_adapters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +28,16 @@ class ForwardBatch:
     positions: Tensor  # [T] int64
     paged: PagedBatch
     logit_rows: Tensor  # [R] int64: rows of [0, T) whose logits are wanted
+    adapters: StepAdapters | None = None  # None: no adapter acts on any row
+    logit_adapters: StepAdapters | None = None  # the same for the matrix of the logit rows
 
 
 def build_batch(
-    plan: StepPlan[SequenceT], logit_rows: Sequence[int], block_size: int, device: torch.device
+    plan: StepPlan[SequenceT],
+    logit_rows: Sequence[int],
+    block_size: int,
+    device: torch.device,
+    adapters: StepAdapters | None = None,
 ) -> ForwardBatch:
     """Lay a plan's sequences out one after the other. `logit_rows` index the step's tokens."""
     token_ids, positions, slots = array("q"), array("q"), array("q")
@@ -58,7 +67,20 @@ def build_batch(
         block_starts=int32([0, *accumulate(map(len, tables))]),
     )
     rows = torch.tensor(logit_rows, dtype=torch.int64).to(device, non_blocking=True)
-    return ForwardBatch(int64(token_ids), int64(positions), paged, rows)
+    logit_adapters = None if adapters is None else adapters.select(logit_rows)
+    return ForwardBatch(int64(token_ids), int64(positions), paged, rows, adapters, logit_adapters)
+
+
+def step_adapters(plan: StepPlan[SequenceT], slots: AdapterSlots, ops: Ops) -> StepAdapters | None:
+    """The adapters of a plan's tokens: each sequence's from its `adapter_start` on. None if there are none."""
+    ranges, end = [], 0
+    for sequence, query_len in zip(plan.sequences, plan.query_lens, strict=True):
+        end += query_len
+        if sequence.adapter_slot is not None:
+            num_adapted = min(query_len, sequence.num_computed + query_len - sequence.adapter_start)
+            if num_adapted > 0:
+                ranges.append(SlotRange(sequence.adapter_slot, end - num_adapted, end))
+    return StepAdapters(slots, ops, AdapterRows.of_ranges(ranges)) if ranges else None
 
 
 def _append_chunk(

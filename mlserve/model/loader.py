@@ -14,6 +14,7 @@ from mlserve.config import DType, ModelOptions
 from mlserve.errors import ConfigError
 from mlserve.kernels import Ops
 from mlserve.kernels.dispatch import select
+from mlserve.model.base_weights import FileBaseWeights
 from mlserve.model.checkpoint import Checkpoint, read_json
 from mlserve.model.config import DecoderConfig
 from mlserve.model.decoder import Decoder
@@ -39,6 +40,7 @@ class LoadedModel:
     dtype: torch.dtype  # of stored weights
     digest: bytes  # of weights, config and dtype: models of one digest make the same KV
     eos_token_ids: tuple[int, ...]
+    base_weights: FileBaseWeights  # the same weights again, from its files
 
     @property
     def config(self) -> DecoderConfig:
@@ -99,6 +101,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
         dtype=dtype,
         digest=_digest(files.weight_files, config, dtype),
         eos_token_ids=files.eos_token_ids,
+        base_weights=FileBaseWeights(files.tensors, config, dtype),
     )
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from mlserve.request import SamplingParams, TokenLogprob
 
-__all__ = ["PlannedSequence", "SamplingRow", "StepPlan", "StepResult"]
+if TYPE_CHECKING:
+    from mlserve.adapters.host import HostAdapter
+
+__all__ = ["PlannedSequence", "SamplingRow", "SlotLoad", "StepPlan", "StepResult"]
 
 
 class SamplingRow(Protocol):
@@ -67,6 +70,24 @@ class PlannedSequence(SamplingRow, Protocol):
         """Blocks that hold the tokens, in order."""
         ...
 
+    @property
+    def adapter_slot(self) -> int | None:
+        """The device slot that holds its adapter; None for the base model."""
+        ...
+
+    @property
+    def adapter_start(self) -> int:
+        """The first token that the adapter acts on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLoad:
+    """An adapter that must be written into a device slot before the step runs."""
+
+    slot: int
+    adapter: HostAdapter
+
 
 SequenceT = TypeVar("SequenceT", bound=PlannedSequence)
 
@@ -78,6 +99,7 @@ class StepPlan(Generic[SequenceT]):
     sequences: list[SequenceT] = field(default_factory=list)
     query_lens: list[int] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)  # rows of `sequences` that get a token, in order
+    loads: list[SlotLoad] = field(default_factory=list)  # to be done first; doing one again is harmless
 
     @property
     def num_tokens(self) -> int:
@@ -86,8 +108,10 @@ class StepPlan(Generic[SequenceT]):
 
     def only(self, row: int) -> StepPlan[SequenceT]:
         """The same step for one row alone."""
+        sequence = self.sequences[row]
         sampled = [0] if row in self.sampled else []
-        return StepPlan([self.sequences[row]], [self.query_lens[row]], sampled)
+        loads = [load for load in self.loads if load.slot == sequence.adapter_slot]
+        return StepPlan([sequence], [self.query_lens[row]], sampled, loads)
 
 
 @dataclass(slots=True)

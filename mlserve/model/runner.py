@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from mlserve.adapters.linear import StepAdapters
+from mlserve.adapters.slots import AdapterSlots, Projection
 from mlserve.kernels import kv_pool
 from mlserve.model.decoder import Decoder
-from mlserve.model.inputs import build_batch
+from mlserve.model.inputs import build_batch, step_adapters
 from mlserve.model.plan import SequenceT, StepPlan, StepResult
 from mlserve.model.sampler import Sampler, prompt_logprobs
 from mlserve.request import TokenLogprob
@@ -21,11 +24,14 @@ LOGIT_ROWS_AT_ONCE = 256  # prompt logprobs need [rows, vocabulary] float32: 256
 
 
 class ModelRunner:
-    """Owns the KV memory. The only part of the engine that touches tensors."""
+    """Owns the KV memory and the adapters' slots. The only part of the engine that touches tensors."""
 
-    def __init__(self, decoder: Decoder, num_blocks: int, block_size: int, kv_dtype: torch.dtype) -> None:
+    def __init__(
+        self, decoder: Decoder, num_blocks: int, block_size: int, kv_dtype: torch.dtype, adapters: AdapterSlots
+    ) -> None:
         config = decoder.config
         self.decoder = decoder
+        self.adapters = adapters
         self.block_size = block_size
         self.device = decoder.device
         self.sampler = Sampler()
@@ -43,21 +49,22 @@ class ModelRunner:
         ends = list(accumulate(plan.query_lens))
         sampled_rows = [ends[row] - 1 for row in plan.sampled]
         wanted = sorted({*sampled_rows, *(i for span in spans.values() for i in span)})
-        batch = build_batch(plan, wanted, self.block_size, self.device)
-        hidden = self.decoder.forward(batch, self.kv)  # [R, H]
+        for load in plan.loads:
+            self.adapters.write(load.slot, load.adapter)
+        adapters = step_adapters(plan, self.adapters, self.decoder.ops)
+        batch = build_batch(plan, wanted, self.block_size, self.device, adapters)
+        hidden = Hidden(self.decoder, self.decoder.forward(batch, self.kv), batch.logit_adapters)
         result = StepResult()
         at = {token_row: i for i, token_row in enumerate(wanted)}
         for row, span in spans.items():
             if span:
-                rows = hidden[at[span[0]] : at[span[-1]] + 1]  # a span's rows are consecutive
-                result.prompt_logprobs[row] = self._prompt_logprobs(plan, row, rows)
+                rows = range(at[span[0]], at[span[-1]] + 1)  # a span's rows are consecutive
+                result.prompt_logprobs[row] = self._prompt_logprobs(plan, row, hidden, rows)
         if sampled_rows:
-            chosen = hidden if len(wanted) == len(sampled_rows) else hidden[[at[i] for i in sampled_rows]]
-            self._sample(plan, chosen, result)
+            self._sample(plan, hidden.logits([at[i] for i in sampled_rows]), result)
         return result
 
-    def _sample(self, plan: StepPlan[SequenceT], hidden: Tensor, result: StepResult) -> None:
-        logits = self.decoder.logits(hidden)  # [R, V]
+    def _sample(self, plan: StepPlan[SequenceT], logits: Tensor, result: StepResult) -> None:
         sampled = self.sampler.sample(logits, [plan.sequences[row] for row in plan.sampled])
         for i, row in enumerate(plan.sampled):
             if i in sampled.errors:
@@ -68,16 +75,34 @@ class ModelRunner:
             if logprob is not None:
                 result.logprobs[row] = logprob
 
-    def _prompt_logprobs(self, plan: StepPlan[SequenceT], row: int, hidden: Tensor) -> list[TokenLogprob]:
+    def _prompt_logprobs(self, plan: StepPlan[SequenceT], row: int, hidden: Hidden, rows: range) -> list[TokenLogprob]:
         sequence = plan.sequences[row]
         first = sequence.num_computed + 1
-        targets = sequence.token_ids[first : first + len(hidden)]
+        targets = sequence.token_ids[first : first + len(rows)]
         top = sequence.params.prompt_logprobs or 0
         found = []
         for at in range(0, len(targets), LOGIT_ROWS_AT_ONCE):
-            logits = self.decoder.logits(hidden[at : at + LOGIT_ROWS_AT_ONCE])
+            logits = hidden.logits(rows[at : at + LOGIT_ROWS_AT_ONCE])
             found += prompt_logprobs(logits, targets[at : at + LOGIT_ROWS_AT_ONCE], top)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """Hidden states of the rows whose logits are wanted, and how logits are made of them."""
+
+    decoder: Decoder
+    states: Tensor  # [R, H]
+    adapters: StepAdapters | None  # of these rows
+
+    def logits(self, rows: Sequence[int]) -> Tensor:
+        """`[len(rows), V]` float32."""
+        if len(rows) == len(self.states):
+            return self.decoder.logits(self.states, self.adapters)
+        adapters = self.adapters
+        if adapters is not None:
+            adapters = adapters.select(rows) if adapters.changes(Projection.LM_HEAD) else None
+        return self.decoder.logits(self.states[list(rows)], adapters)
 
 
 def _prompt_logprob_spans(plan: StepPlan[SequenceT]) -> Iterator[tuple[int, range]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 
+from mlserve.adapters.slot_table import SlotTable
 from mlserve.cache.block_pool import BlockPool
 from mlserve.cache.hashing import BlockHasher
 from mlserve.cache.manager import CacheManager
@@ -27,7 +28,7 @@ def decode_step_ms(running: int, prompt_tokens: int, spare_blocks: int, caching:
     hasher = BlockHasher("xxh3_128", b"model-digest-0123", "float32", BLOCK_SIZE) if caching else None
     cache = CacheManager(BlockPool(running * per_sequence + spare_blocks + 1), hasher, BLOCK_SIZE)
     scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=running, max_num_batched_tokens=running * (prompt_tokens + 1)), cache
+        SchedulerConfig(max_num_seqs=running, max_num_batched_tokens=running * (prompt_tokens + 1)), cache, SlotTable(8)
     )
     params = SamplingParams(max_tokens=10**6)
     for i in range(running):

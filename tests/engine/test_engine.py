@@ -118,7 +118,7 @@ def test_priority_goes_first_and_is_never_preempted_for_others(tokenizer: Tokeni
 
 
 def test_priority_without_its_policy_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(RequestError, match="priority is 3, but admission is fcfs"):
+    with pytest.raises(RequestError, match="priority is 3, but admission is fair"):
         submit(context_engine(tokenizer), "r", [1], SamplingParams(), priority=3)
 
 

@@ -13,7 +13,7 @@ from mlserve.engine.scheduler import _LOOKAHEAD
 from mlserve.engine.sequence import Sequence
 from mlserve.engine.tokenizer import Tokenizer
 from mlserve.model.plan import StepPlan
-from mlserve.request import FinishReason, SamplingParams
+from mlserve.request import FinishReason, RequestOptions, SamplingParams
 
 VOCAB = 256
 
@@ -27,9 +27,14 @@ def queue(
 ) -> list[Sequence]:
     """Submit a request; a prompt given by its length shares no block with any other name."""
     ids = prompt if isinstance(prompt, list) else [hash_of(name, i) for i in range(prompt)]
-    request = engine.prepare(name, ids, SamplingParams(max_tokens=max_tokens, n=n), **how)
+    request = engine.prepare(name, ids, SamplingParams(max_tokens=max_tokens, n=n), RequestOptions(**how))
     engine.submit(request)
     return request.sequences
+
+
+def waiting(engine: Engine) -> list[Sequence]:
+    """In the order in which they would be admitted."""
+    return list(engine.scheduler.waiting.candidates())
 
 
 def hash_of(name: str, position: int) -> int:
@@ -160,8 +165,8 @@ def test_blocks_run_out_and_the_last_gives_its_own_back(tokenizer: Tokenizer) ->
     assert step(engine) == {"a": 7, "b": 7, "c": 7}
     assert step(engine) == {"a": 1, "b": 1, "c": 1}
     assert step(engine) == {"a": 1, "b": 1}  # c's two blocks went to a and b, and it waits before the later one
-    assert names(engine.scheduler.waiting) == ["c", "late"]
-    assert [s.request.metrics.preemptions for s in (*engine.scheduler.running, *engine.scheduler.waiting)] == [
+    assert names(waiting(engine)) == ["c", "late"]
+    assert [s.request.metrics.preemptions for s in (*engine.scheduler.running, *waiting(engine))] == [
         0, 0, 1, 0,
     ]  # fmt: skip
 
@@ -176,7 +181,7 @@ def test_nobody_is_admitted_in_a_step_that_preempts(tokenizer: Tokenizer) -> Non
     for _ in range(3):
         assert step(engine) == {"a": 1, "b": 1}
     assert step(engine) == {"a": 1}  # b's three blocks are free, and a took one of them
-    assert names(engine.scheduler.waiting) == ["b", "tiny"]
+    assert names(waiting(engine)) == ["b", "tiny"]
     assert step(engine) == {"a": 1, "tiny": 2}  # b needs four and there are two
 
 
@@ -186,8 +191,8 @@ def test_the_last_in_order_gives_up_its_own_turn(tokenizer: Tokenizer) -> None:
     queue(engine, "b", 8, max_tokens=8)  # two blocks, full
     assert step(engine) == {"a": 10, "b": 8}
     assert step(engine) == {"a": 1}  # b needs a block and is itself the last one
-    assert names(engine.scheduler.waiting) == ["b"]
-    assert engine.scheduler.waiting[0].num_computed == 0
+    assert names(waiting(engine)) == ["b"]
+    assert waiting(engine)[0].num_computed == 0
 
 
 def test_what_was_preempted_comes_back_from_the_cache(tokenizer: Tokenizer) -> None:
@@ -207,12 +212,12 @@ def test_priority_orders_admission_and_preemption(tokenizer: Tokenizer) -> None:
     queue(engine, "low", 7, max_tokens=12, priority=9)
     queue(engine, "high", 7, max_tokens=12, priority=1)
     queue(engine, "low too", 7, max_tokens=12, priority=9)
-    assert names(engine.scheduler.waiting) == ["high", "low", "low too"]
+    assert names(waiting(engine)) == ["high", "low", "low too"]
     assert step(engine) == {"high": 7, "low": 7}
     assert names(engine.scheduler.running) == ["high", "low"]
     step(engine)
     assert step(engine) == {"high": 1}  # both want a third block; one is left, and the lower one had no claim to it
-    assert names(engine.scheduler.waiting) == ["low", "low too"]
+    assert names(waiting(engine)) == ["low", "low too"]
 
 
 def test_a_late_request_of_higher_priority_takes_no_blocks_from_those_that_run(tokenizer: Tokenizer) -> None:
@@ -270,10 +275,10 @@ def test_a_writer_that_is_aborted_holds_nobody_up(tokenizer: Tokenizer) -> None:
 
 def test_finishing_twice_does_nothing(tokenizer: Tokenizer) -> None:
     engine = counting_engine(tokenizer)
-    (running,) = queue(engine, "a", 5)
-    (waiting,) = queue(engine, "b", 5)
+    (runs,) = queue(engine, "a", 5)
+    (waits,) = queue(engine, "b", 5)
     step(engine)
-    for sequence in (running, waiting):
+    for sequence in (runs, waits):
         engine.scheduler.finish(sequence, FinishReason.ABORT)
         engine.scheduler.finish(sequence, FinishReason.STOP, "late")
         assert (sequence.finish_reason, sequence.stop_reason) == (FinishReason.ABORT, None)
@@ -295,11 +300,11 @@ def test_a_steady_flow_of_small_ones_does_not_starve_a_large_one(tokenizer: Toke
     # It is overtaken eight times at most; whoever runs then ends within five steps, and so does whoever was preempted.
     assert started is not None
     assert started <= 8 + 2 * 5
-    assert large.order < min(s.order for s in engine.scheduler.waiting)
+    assert large.order < min(s.order for s in waiting(engine))
 
 
 def test_orders_are_unique_and_ascending(tokenizer: Tokenizer) -> None:
     engine = counting_engine(tokenizer)
     sequences = [s for name in "abc" for s in queue(engine, name, 3, n=2)]
     assert all(a.order < b.order for a, b in pairwise(sequences))
-    assert engine.scheduler.waiting == sequences
+    assert waiting(engine) == sequences

@@ -6,6 +6,7 @@ import random
 from itertools import pairwise
 
 from engines import make_engine
+from fake_adapters import FakeRegistry, fake_adapter
 from fakes import ContextRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from mlserve.engine.engine import Engine
 from mlserve.engine.sequence import Sequence
 from mlserve.engine.tokenizer import Tokenizer
 from mlserve.model.plan import StepPlan, StepResult
-from mlserve.request import FinishReason, SamplingParams
+from mlserve.request import FinishReason, RequestOptions, SamplingParams
 
 VOCAB = 256
 
@@ -31,8 +32,13 @@ def random_engine(tokenizer: Tokenizer, rng: random.Random) -> Engine:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=rng.choice([max_num_seqs, 7, 30]),
         max_skips=rng.choice([0, 1, 4, 64]),
-        policy=rng.choice(["fcfs", "priority"]),
-    )
+        policy=rng.choice(["fair", "fcfs", "priority"]),
+        adapters=FakeRegistry(
+            plain=fake_adapter("plain"), same=fake_adapter("plain"), other=fake_adapter("other"),
+            activated=fake_adapter("activated", (2, 3)),
+        ),
+        max_loras=rng.choice([1, 2, 3]),
+    )  # fmt: skip
 
 
 def arrive(engine: Engine, rng: random.Random, name: str) -> list[Sequence]:
@@ -43,21 +49,34 @@ def arrive(engine: Engine, rng: random.Random, name: str) -> list[Sequence]:
         max_tokens=rng.randint(1, 8), n=rng.choice([1, 1, 1, 3]), prompt_logprobs=rng.choice([None, None, None, 0])
     )
     priority = rng.randrange(3) if engine.scheduler.config.policy == "priority" else 0
-    request = engine.prepare(name, prompt, params, priority=priority)
+    options = RequestOptions(
+        adapter=rng.choice([None, None, "plain", "same", "other", "activated"]),
+        priority=priority,
+        cache_salt=rng.choice([None, None, None, "salt"]),
+        tenant=rng.choice([None, None, None, "tenant"]),
+    )
+    request = engine.prepare(name, prompt, params, options)
     engine.submit(request)
     return request.sequences
 
 
 def check_queues(engine: Engine, live: list[Sequence]) -> None:
     scheduler = engine.scheduler
-    for queue in (scheduler.waiting, scheduler.running):
-        assert all(a.order < b.order for a, b in pairwise(queue)), "a queue is out of order"
-    waiting, running = set(scheduler.waiting), set(scheduler.running)
+    in_turn = list(scheduler.waiting.candidates())
+    ordered = {"running": scheduler.running} | {
+        str(flow): [s for s in in_turn if s.flow == flow] for flow in {s.flow for s in in_turn}
+    }
+    for name, queue in ordered.items():
+        assert all(a.order < b.order for a, b in pairwise(queue)), f"{name} is out of order"
+    waiting, running = set(in_turn), set(scheduler.running)
+    assert len(waiting) == len(in_turn) == len(scheduler.waiting)
     assert not waiting & running
     assert waiting | running == {s for s in live if not s.is_finished}, "a sequence is lost, or kept beyond its end"
     assert len(running) <= scheduler.config.max_num_seqs
     assert all(s.blocks.table for s in running)
     assert not any(s.blocks.table or s.num_computed for s in waiting)
+    assert all((s.adapter is None) == (s.adapter_slot is None) for s in running)
+    assert all(s.adapter_slot is None for s in waiting)
 
 
 def check_plan(engine: Engine, plan: StepPlan[Sequence], was_running: list[Sequence]) -> None:
@@ -94,6 +113,7 @@ def check_step(engine: Engine, rng: random.Random, live: list[Sequence]) -> None
         result.errors[row] = "the model raised"
     scheduler.commit(plan, result)
     engine.cache.check()
+    engine.scheduler.slots.check()
     check_queues(engine, live)
 
 

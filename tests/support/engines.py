@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
+from fake_adapters import FakeRegistry
+
+from mlserve.adapters.slot_table import SlotTable
 from mlserve.cache.block_pool import BlockPool
 from mlserve.cache.hashing import BlockHasher, get_block_hash
 from mlserve.cache.manager import CacheManager
@@ -11,7 +15,7 @@ from mlserve.config import SchedulerConfig
 from mlserve.engine.admission import Limits
 from mlserve.engine.engine import Engine, Runner
 from mlserve.engine.tokenizer import Tokenizer
-from mlserve.request import RequestOutput, SamplingParams, StreamOutput
+from mlserve.request import RequestOptions, RequestOutput, SamplingParams, StreamOutput
 
 MAX_STEPS = 10_000
 
@@ -32,23 +36,27 @@ def make_engine(
     max_model_len: int = 512,
     vocab_size: int = 256,
     eos: tuple[int, ...] = (),
+    adapters: FakeRegistry | None = None,
+    max_loras: int = 2,
     **scheduler: object,
 ) -> Engine:
     """An engine whose pool is checked after every step by `run`."""
     cache = make_cache(num_blocks, block_size, caching)
     limits = Limits(vocab_size, max_model_len, num_blocks * block_size, eos)
     options = {"max_num_seqs": 32, "max_num_batched_tokens": 64, **scheduler}
-    return Engine(runner, tokenizer, cache, SchedulerConfig(**options), limits)
+    registry: Any = FakeRegistry() if adapters is None else adapters
+    return Engine(runner, tokenizer, cache, SchedulerConfig(**options), limits, registry, SlotTable(max_loras))
 
 
 def submit(engine: Engine, request_id: str, prompt: object, params: SamplingParams, **how: object) -> None:
-    engine.submit(engine.prepare(request_id, prompt, params, **how))
+    engine.submit(engine.prepare(request_id, prompt, params, RequestOptions(**how)))
 
 
 def step(engine: Engine) -> list[StreamOutput]:
     """One step, with the pool's invariants checked behind it."""
     outputs = engine.step()
     engine.cache.check()
+    engine.scheduler.slots.check()
     return outputs
 
 
