@@ -13,10 +13,19 @@ TOLERANCE = 1e-4
 GREEDY = SamplingParams(max_tokens=8, logprobs=0)
 
 
-def cold(model: Path, prompt: Sequence[int], params: SamplingParams = GREEDY, **options: Any) -> RequestOutput:
+def cold(
+    model: Path,
+    prompt: Sequence[int],
+    params: SamplingParams = GREEDY,
+    *,
+    adapter: Path | None = None,
+    **options: Any,
+) -> RequestOutput:
     """The request on a fresh engine, prefix caching off, batch of one, in a pool that is never short."""
-    llm = LLM(str(model), enable_prefix_caching=False, num_blocks=256, **options)
-    output = llm.generate(list(prompt), replace(params, logprobs=params.logprobs or 0))[0]
+    adapters = {} if adapter is None else {"only": adapter}
+    llm = LLM(str(model), adapters=adapters, enable_prefix_caching=False, num_blocks=256, **options)
+    name = None if adapter is None else "only"
+    output = llm.generate(list(prompt), replace(params, logprobs=params.logprobs or 0), adapter=name)[0]
     assert output.metrics.cached_tokens == 0
     return output
 
