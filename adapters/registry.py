@@ -19,7 +19,7 @@ from mlserve.adapters.peft_format import BaseWeights
 from mlserve.adapters.spec import AdapterLimits, BaseShape
 from mlserve.adapters.store import AdapterStore, Content
 from mlserve.adapters.worker import Worker
-from mlserve.errors import AdapterError, AdapterLimitError, AdapterNotFoundError, ConfigError
+from mlserve.errors import AdapterError, AdapterLimitError, AdapterNotFoundError
 
 __all__ = ["AdapterInfo", "AdapterLease", "AdapterRegistry", "Reader"]
 
@@ -89,14 +89,14 @@ class AdapterRegistry:
         if entry is None:
             raise self._not_found(name)
         path, root = entry.path, entry.root
-        adapter = self._read(path, root)
+        content = self._read(path, root)
         with self._changed:
             entry = self._entries.get(name, entry)
-            if not self._store.can_fit(adapter, unpinned=entry.content if entry.is_pinned else None):
-                raise self._no_room(name, adapter.num_bytes)
+            if not self._store.can_fit(content, unpinned=entry.content if entry.is_pinned else None):
+                raise self._no_room(name, content.num_bytes)
             self._entries[name] = entry
             entry.path, entry.root = path, root
-            content = self._attach(entry, adapter, pinned)
+            content = self._attach(entry, content, pinned)
             if entry.load is not None:
                 self._end(entry.load, content)
             self._tell()
@@ -173,10 +173,10 @@ class AdapterRegistry:
                     load.entry.load = None
             self._tell()
 
-    def _read(self, path: Path, root: Path | None) -> HostAdapter:
+    def _read(self, path: Path, root: Path | None) -> Content:
         """Raises `AdapterError`, whatever happens: a bad disk or too little memory is no reason to fail otherwise."""
         try:
-            return self._reader(path, self._base, self._limits, self._base_weights, root)
+            return Content.of(self._reader(path, self._base, self._limits, self._base_weights, root))
         except AdapterError:
             raise
         except Exception as error:
@@ -185,7 +185,7 @@ class AdapterRegistry:
 
     def _read_in_background(self, load: Load) -> None:
         try:
-            adapter = self._read(load.entry.path, load.entry.root)
+            content = self._read(load.entry.path, load.entry.root)
         except AdapterError as error:
             with self._changed:
                 if load.outcome is None:
@@ -194,21 +194,21 @@ class AdapterRegistry:
             return
         with self._changed:
             while load.outcome is None:
-                self._deliver(load, adapter)
+                self._deliver(load, content)
 
-    def _deliver(self, load: Load, adapter: HostAdapter) -> None:
+    def _deliver(self, load: Load, content: Content) -> None:
         """End a load; but if somebody waits for it and there may be room later, wait for a change."""
         entry = load.entry
         is_known = self._entries.get(entry.name) is entry
         if self._is_closed or not (is_known or load.num_waiting):
             self._end(load, _closed(entry.name))
-        elif self._store.can_fit(adapter):
-            content = self._attach(entry, adapter, False) if is_known else self._store.put(adapter)
+        elif self._store.can_fit(content):
+            content = self._attach(entry, content, False) if is_known else self._store.put(content)
             self._end(load, content)
-        elif load.num_waiting and adapter.num_bytes <= self._store.max_bytes - self._store.pinned_bytes:
+        elif load.num_waiting and content.num_bytes <= self._store.max_bytes - self._store.pinned_bytes:
             self._changed.wait()
         else:
-            self._end(load, self._no_room(entry.name, adapter.num_bytes))
+            self._end(load, self._no_room(entry.name, content.num_bytes))
 
     def _not_found(self, name: str) -> AdapterNotFoundError:
         with self._changed:
@@ -247,12 +247,12 @@ class AdapterRegistry:
         if entry.content is not None:
             self._store.remove_name(entry.content, entry.is_pinned)
 
-    def _attach(self, entry: Entry, adapter: HostAdapter, is_pinned: bool) -> Content:
-        """Make an adapter, for which there is room, the content of a name."""
-        is_new = adapter.digest not in self._store
+    def _attach(self, entry: Entry, content: Content, is_pinned: bool) -> Content:
+        """Give a name a content that was just read, and for which there is room; returns the one it shares."""
+        is_new = content.digest not in self._store
         if is_new:
             self._let_go(entry)  # first, since this can make the room
-        content = self._store.put(adapter)
+        content = self._store.put(content)
         self._store.add_name(content, is_pinned)
         if not is_new:
             self._let_go(entry)  # last, since it may be the same content

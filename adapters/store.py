@@ -29,6 +29,11 @@ class Content:
     num_pins: int = 0  # names that are pinned
     num_leases: int = 0
 
+    @classmethod
+    def of(cls, adapter: HostAdapter) -> Content:
+        """An adapter that was just read. Takes up to a millisecond: call it without a lock."""
+        return cls(adapter, adapter.digest, adapter.rank, adapter.num_bytes, targets_text(adapter.targets))
+
     @property
     def is_free(self) -> bool:
         """Whether it may be evicted."""
@@ -56,26 +61,25 @@ class AdapterStore:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._contents
 
-    def can_fit(self, adapter: HostAdapter, unpinned: Content | None = None) -> bool:
+    def can_fit(self, content: Content, unpinned: Content | None = None) -> bool:
         """Whether `put` would find room, after one pin of the content `unpinned` is taken off."""
         taken = self.num_bytes - self._free_bytes
         if unpinned is not None and unpinned.num_pins == 1 and not unpinned.num_leases:
             taken -= unpinned.num_bytes
-        return adapter.digest in self or taken + adapter.num_bytes <= self.max_bytes
+        return content.digest in self or taken + content.num_bytes <= self.max_bytes
 
-    def put(self, adapter: HostAdapter) -> Content:
-        """The content of an adapter, the one that is there or a new one. It is the last to be evicted now.
+    def put(self, content: Content) -> Content:
+        """Keep a content that was just read, unless there is an equal one; returns which, now the last to be evicted.
 
         Evicts what it must. Raises `RuntimeError` where `can_fit` is false.
         """
-        content = self._contents.get(adapter.digest)
-        if content is not None:
-            if content.is_free:
-                self._free.move_to_end(content.digest)
-            return content
-        if not self.can_fit(adapter):
+        known = self._contents.get(content.digest)
+        if known is not None:
+            if known.is_free:
+                self._free.move_to_end(known.digest)
+            return known
+        if not self.can_fit(content):
             raise RuntimeError("the store has no room: ask can_fit first")
-        content = Content(adapter, adapter.digest, adapter.rank, adapter.num_bytes, targets_text(adapter.targets))
         while self.num_bytes + content.num_bytes > self.max_bytes:
             self._remove(next(iter(self._free.values())))
         self._contents[content.digest] = self._free[content.digest] = content
