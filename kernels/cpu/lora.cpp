@@ -7,6 +7,7 @@
 // Every number is summed in an order of its own, whatever tile it falls into: a row's result has the same bits alone
 // and in any batch.
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "kernels.h"
@@ -22,9 +23,10 @@ constexpr int64_t kTileColumns = kTileVecs * kLanes;
 
 constexpr int64_t kBlockBytes = 192 << 10;  // rows of x that one task keeps in its L2 cache
 constexpr int64_t kExpandRows = 48;
-constexpr int64_t kChunkBytes = 16 << 10;  // columns of b that stay in the L1 cache while a task's rows go by
-constexpr int64_t kTasks = 8;              // that few rows are split into, so that threads end together
-constexpr int64_t kSerialWork = 16 << 10;  // products below which one thread is sooner done than two are woken
+constexpr int64_t kChunkBytes = 16 << 10;   // columns of b that stay in the L1 cache while a task's rows go by
+constexpr int64_t kTasks = 8;               // at least, where rows are few, so that threads end together
+constexpr int64_t kReadCost = 8;            // products in the time that one number takes to come from memory
+constexpr int64_t kSerialWork = 256 << 10;  // products below which one thread is sooner done than two are woken
 
 struct RowBlock {  // rows order[begin] .. order[end - 1] of one slot
   int64_t begin, end, slot;
@@ -41,11 +43,12 @@ std::vector<RowBlock> row_blocks(const AdapterRows& rows, int64_t max_rows) {
   return blocks;
 }
 
-// Products of all rows, for each of `width` columns or inputs.
+// In products, with `width` numbers for each rank.
 int64_t work_of(const std::vector<RowBlock>& blocks, const int32_t* ranks, int64_t slices, int64_t width) {
   int64_t work = 0;
   for (const RowBlock& block : blocks) {
-    for (int64_t k = 0; k < slices; ++k) work += (block.end - block.begin) * ranks[block.slot * slices + k];
+    const int32_t* rank = ranks + block.slot * slices;
+    work += (block.end - block.begin + kReadCost) * std::accumulate(rank, rank + slices, int64_t{0});
   }
   return work * width;
 }
