@@ -61,7 +61,8 @@ class AdapterRegistry:
         lock = threading.Lock()  # guards everything here
         self._changed = threading.Condition(lock)
         self._worker: Worker[Load] = Worker(self._read_in_background, lock)
-        self._has_news = False  # since the last `wait`
+        self._num_changes = 0
+        self._num_seen = 0  # of them by the last `wait`
         self._is_closed = False
 
     def register(self, name: str, path: str | Path) -> None:
@@ -137,11 +138,12 @@ class AdapterRegistry:
     def wait(self, timeout: float) -> None:
         """Sleep until a background load ends, a lease is closed or names change, at most for `timeout` seconds.
 
-        What happened since the last call counts, so that nothing is missed between a look and a wait; for one waiter.
+        What happened since the last call counts, so that one waiter misses nothing between a look and a wait.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._has_news, timeout)
-            self._has_news = False
+            seen = self._num_seen
+            self._changed.wait_for(lambda: self._num_changes != seen, timeout)
+            self._num_seen = self._num_changes
 
     def close(self) -> None:
         """End background loads, once a file that is being read has been; leases that wait, or would wait later, fail.
@@ -287,7 +289,7 @@ class AdapterRegistry:
         self._tell()
 
     def _tell(self) -> None:
-        self._has_news = True
+        self._num_changes += 1
         self._changed.notify_all()
 
 
