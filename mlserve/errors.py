@@ -15,7 +15,13 @@
     │   ├── AdapterNotFoundError      no adapter has the name that was asked for            (also LookupError)
     │   ├── PromptError               empty, too long, or ids out of range                  (also ValueError)
     │   ├── SamplingParamsError       contradictory or out-of-range sampling parameters     (also ValueError)
-    │   └── CapacityError             the request can never fit in the KV pool
+    │   ├── CapacityError             the request can never fit in the KV pool
+    │   └── ImageError                an image is refused
+    │       ├── ImageSourceError      not a source of images, or one that isn't allowed
+    │       ├── ImageFetchError       the URL isn't allowed, or its server didn't deliver
+    │       ├── ImageLimitError       larger than the limits
+    │       ├── UnsupportedImageError the format or pixel type isn't read
+    │       └── CorruptImageError     damaged or cut short
     ├── StepError                     a request failed while the model ran; the engine goes on
     └── KernelBuildError              the native CPU kernels could not be built
 
@@ -33,7 +39,12 @@ __all__ = [
     "CapacityError",
     "ConfigError",
     "CorruptAdapterError",
+    "CorruptImageError",
     "CorruptWeightsError",
+    "ImageError",
+    "ImageFetchError",
+    "ImageLimitError",
+    "ImageSourceError",
     "KernelBuildError",
     "MlserveError",
     "ModelError",
@@ -43,6 +54,7 @@ __all__ = [
     "SamplingParamsError",
     "StepError",
     "UnsupportedAdapterError",
+    "UnsupportedImageError",
     "UnsupportedModelError",
 ]
 
@@ -109,6 +121,30 @@ class SamplingParamsError(RequestError, ValueError):
 
 class CapacityError(RequestError):
     """The request could never fit in the KV pool, even alone."""
+
+
+class ImageError(RequestError):
+    """An image is refused. No message holds any of its bytes."""
+
+
+class ImageSourceError(ImageError):
+    """This is no source of images, or one that isn't allowed: paths and URLs are opt-in."""
+
+
+class ImageFetchError(ImageError):
+    """The URL, or one it redirects to, isn't allowed, or its server didn't deliver. Messages name the host only."""
+
+
+class ImageLimitError(ImageError):
+    """The image has more bytes, pixels or frames, or a longer side, than the limits allow."""
+
+
+class UnsupportedImageError(ImageError):
+    """The image's format or pixel type isn't read; the message names which."""
+
+
+class CorruptImageError(ImageError):
+    """The image is damaged or cut short."""
 
 
 class StepError(MlserveError):
