@@ -9,7 +9,7 @@ import torch
 from ragged import context_slots, ragged_batch
 from tolerances import ATTENTION, ELEMENTWISE, LINEAR, assert_close
 
-from mlserve.kernels import Activation
+from mlserve.kernels import Activation, kv_pool
 from mlserve.kernels.reference import ReferenceOps
 
 
@@ -108,3 +108,12 @@ def test_paged_attention_one_query_at_a_time(
     kv = flat.unflatten(0, (num_blocks, block_size)).transpose(1, 2).contiguous()
     out = reference.paged_attention(q, kv, batch, scale=scale, window=window, soft_cap=soft_cap)
     assert_close(out, torch.stack(expected).float().view(10, 32), ATTENTION)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3000])
+def test_kv_pool_is_zero_whatever_its_size(num_blocks: int) -> None:
+    """The larger one spans several huge pages."""
+    pool = kv_pool(num_blocks, 2, 4, 2, 16, torch.float32, torch.device("cpu"))
+    assert pool.shape == (num_blocks, 2, 2, 4, 2, 16)
+    assert pool.is_contiguous()
+    assert not pool.any()
