@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,11 +110,23 @@ def peft_logits(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
     return logits
 
 
+@pytest.fixture(scope="module")
+def load(folders: dict[str, Path]) -> Callable[[str, str], LoadedModel]:
+    loaded: dict[tuple[str, str], LoadedModel] = {}
+
+    def once(model: str, kernels: str) -> LoadedModel:
+        if (model, kernels) not in loaded:
+            loaded[model, kernels] = load_model(ModelOptions(model=str(folders[model]), device="cpu", kernels=kernels))
+        return loaded[model, kernels]
+
+    return once
+
+
 @pytest.fixture
-def serve(folders: dict[str, Path], peft_logits: Callable[[str, str], Any], kernels: str) -> Iterator[Serve]:
+def serve(load: Callable[[str, str], LoadedModel], peft_logits: Callable[[str, str], Any], kernels: str) -> Serve:
     def make(model_name: str, kind: str) -> Served:
         folder, expected = peft_logits(model_name, kind)
-        model = load_model(ModelOptions(model=str(folders[model_name]), device="cpu", kernels=kernels))
+        model = load(model_name, kernels)
         shape = base_shape(model.config)
         slots = AdapterSlots(shape, 2, 16, torch.float32, torch.device("cpu"))
         spec = read_adapter(folder, shape, AdapterLimits(), base_weights=model.base_weights)
