@@ -23,6 +23,7 @@ from mlserve.model.gguf import GGUFTensors, gguf_config
 from mlserve.model.gguf_header import read_header
 from mlserve.model.settings import wrong_setting
 from mlserve.model.sources import find_model
+from mlserve.model.text_part import TextTensors, text_config
 from mlserve.model.weights import TensorSource, WeightBuilder, check_tensors
 
 __all__ = ["TORCH_DTYPES", "LoadedModel", "OpenModel", "load_model", "open_model"]
@@ -116,13 +117,15 @@ def _device(name: str) -> torch.device:
 
 
 def _open_folder(folder: Path) -> _ModelFiles:
-    config = read_json(folder / "config.json")
+    whole = read_json(folder / "config.json")
+    config = text_config(whole)
     family = family_of(config)  # before weights are looked at: the architecture is the likelier thing to be wrong
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     checkpoint = Checkpoint(folder)
-    return _ModelFiles(config, checkpoint, checkpoint.files, family.norm_offset, _token_ids("eos_token_id", eos))
+    tensors = checkpoint if config is whole else TextTensors(checkpoint)
+    return _ModelFiles(config, tensors, checkpoint.files, family.norm_offset, _token_ids("eos_token_id", eos))
 
 
 def _open_gguf(path: Path) -> _ModelFiles:
