@@ -1,0 +1,168 @@
+"""Tiny random models with images, written to disk as ordinary Hugging Face folders.
+
+`write_tiny_vlm(folder, family)` writes a whole model: weights, config, image processor, tokenizer, chat template. Its
+tensors have the names that transformers' `save_pretrained` gives them. Like the models of `tiny`, it has hidden size
+64, 2 layers and a vocabulary of 320; the family's special tokens stand where other models have unused ones.
+
+| family | tower | an image is |
+|---|---|---|
+| llava | CLIP, 28 pixels, patch 7 | 16 tokens |
+| llava-siglip | SigLIP, 28 pixels, patch 7 | 16 tokens |
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tiny import BOS, EOS, IM_END, IMAGE, PAD, SPECIAL_TOKENS, VOCABULARY, write_tokenizer
+
+FIRST_UNUSED = 256 + len(SPECIAL_TOKENS)
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+}
+_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, **_TEXT}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 7,
+}
+_CLIP = {"model_type": "clip_vision_model", "hidden_act": "quick_gelu", "projection_dim": 16, **_TOWER}
+_SIGLIP = {"model_type": "siglip_vision_model", **_TOWER}
+_COLOURS = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
+_SQUARE = {"size": {"height": 28, "width": 28}, **_COLOURS}
+
+
+@dataclass(frozen=True)
+class TinyFamily:
+    """What tells one family's folder from another's."""
+
+    architecture: str  # of transformers
+    config: dict[str, Any]
+    image_processor: dict[str, Any]  # preprocessor_config.json
+    processor: dict[str, Any]  # processor_config.json
+    image_text: str  # what the chat template writes for an image
+    special_tokens: list[str] = field(default_factory=list)  # ids from FIRST_UNUSED on
+    named_tokens: dict[str, str] = field(default_factory=dict)  # what transformers' processor asks the tokenizer for
+
+
+_CLIP_PROCESSOR = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 28},
+    "crop_size": {"height": 28, "width": 28},
+    **_COLOURS,
+}
+TINY_FAMILIES = {
+    "llava": TinyFamily(
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": _LLAMA,
+            "vision_config": _CLIP,
+            "image_token_index": IMAGE,
+            "vision_feature_layer": -2,
+            "vision_feature_select_strategy": "default",
+        },
+        _CLIP_PROCESSOR,
+        {"processor_class": "LlavaProcessor", "patch_size": 7, "num_additional_image_tokens": 1},
+        "<image>",
+    ),
+    "llava-siglip": TinyFamily(
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": {**_LLAMA, "model_type": "qwen2"},
+            "vision_config": _SIGLIP,
+            "image_token_index": IMAGE,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        {"image_processor_type": "SiglipImageProcessor", **_SQUARE},
+        {"processor_class": "LlavaProcessor", "patch_size": 7, "num_additional_image_tokens": 0},
+        "<image>",
+    ),
+}
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ 'IMAGE' }}{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def write_tiny_vlm(folder: Path, family: str, seed: int = 0, **overrides: Any) -> Path:
+    """Write a tiny random model of a family into `folder` (made if need be); returns `folder`.
+
+    `overrides` are keys of config.json; an object is merged into what the family has there.
+    """
+    row = TINY_FAMILIES[family]
+    config = dict(row.config)
+    for key, value in overrides.items():
+        config[key] = {**config[key], **value} if isinstance(value, dict) else value
+    model = _random_model(row.architecture, config, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    _write_json(folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": [EOS, IM_END]})
+    _write_json(folder / "preprocessor_config.json", row.image_processor)
+    shared = {key: config[key] for key in ("vision_feature_select_strategy",) if key in config}
+    _write_json(folder / "processor_config.json", row.processor | shared)
+    _write_tokenizer(folder, row)
+    return folder
+
+
+def _random_model(architecture: str, config: dict[str, Any], seed: int) -> Any:
+    """As in `tiny`: weights large enough for mistakes to show, and no special token is likely to be generated."""
+    model_class = getattr(transformers, architecture)
+    model = model_class(model_class.config_class(**config, tie_word_embeddings=False)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name and name.endswith("weight"):
+            parameter.data = 0.2 * noise + parameter.data.mean().round()  # 0 where a norm adds 1 to its weight
+        else:
+            parameter.data = 0.15 * noise
+    model.lm_head.weight.data[BOS:] = 0.0
+    return model
+
+
+def _write_tokenizer(folder: Path, row: TinyFamily) -> None:
+    write_tokenizer(folder, VOCABULARY)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    template = {key: value for key, value in tokenizer["added_tokens"][0].items() if key not in ("id", "content")}
+    for i, token in enumerate(row.special_tokens, start=FIRST_UNUSED):
+        del vocab[f"<unused{i}>"]
+        vocab[token] = i
+        tokenizer["added_tokens"].append({"id": i, "content": token, **template})
+    _write_json(folder / "tokenizer.json", tokenizer)
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings["chat_template"] = _CHAT_TEMPLATE.replace("IMAGE", row.image_text)
+    settings["extra_special_tokens"] = row.named_tokens
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2), encoding="utf-8")
