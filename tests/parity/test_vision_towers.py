@@ -11,13 +11,11 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from tiny_vision import TINY_FAMILIES, write_tiny_vlm
+from tiny_vision import TINY_FAMILIES, open_tiny_vlm, write_tiny_vlm
 from torch import Tensor
 
-from mlserve.engine.tokenizer import load_tokenizer
-from mlserve.model.checkpoint import Checkpoint, read_json
+from mlserve.model.checkpoint import read_json
 from mlserve.vision.encoder import VisionModel
-from mlserve.vision.families import open_vision
 from mlserve.vision.image import DecodedImage
 
 ATOL = 1e-5
@@ -27,18 +25,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llava-two-layers": ("llava", {"vision_feature_layer": [1, -1]}),
     "llava-no-bias": ("llava", {"multimodal_projector_bias": False, "projector_hidden_act": "silu"}),
     "llava-siglip": ("llava-siglip", {}),
+    "idefics3": ("idefics3", {}),
+    "idefics3-no-shuffle": ("idefics3", {"scale_factor": 1}),
+    "smolvlm": ("smolvlm", {}),
 }
 SIZES = [(28, 28), (40, 61), (200, 90), (3, 50), (70, 1), (64, 64)]  # width, height
-
-
-def open_tiny(folder: Path) -> VisionModel:
-    tokenizer = load_tokenizer(folder)
-    return open_vision(
-        read_json(folder / "config.json"),
-        folder,
-        Checkpoint(folder),
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-    )
 
 
 def picture(width: int, height: int, seed: int = 0) -> DecodedImage:
@@ -56,7 +47,17 @@ class Reference:
         self.config = read_json(folder / "config.json")
         model_class = getattr(transformers, self.config["architectures"][0])
         self.model = model_class.from_pretrained(folder, dtype=torch.float32)
-        self.processor = transformers.AutoProcessor.from_pretrained(folder)
+        self.processor = self._processor(folder)
+
+    def _processor(self, folder: Path) -> Any:
+        if not self.config["architectures"][0].startswith("SmolVLM"):
+            return transformers.AutoProcessor.from_pretrained(folder)
+        # Its own, which does the same for images, wants a package that spells numbers, for videos.
+        return transformers.Idefics3Processor(
+            image_processor=transformers.AutoImageProcessor.from_pretrained(folder),
+            tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
+            image_seq_len=read_json(folder / "processor_config.json")["image_seq_len"],
+        )
 
     def inputs(self, text: str, images: list[DecodedImage]) -> Any:
         pictures = [Image.fromarray(image.pixels) for image in images]
@@ -64,7 +65,8 @@ class Reference:
 
     def embeddings(self, inputs: Any) -> Tensor:
         """Of all images of a prompt, one after the other."""
-        arguments = {key: inputs[key] for key in ("pixel_values", "image_sizes", "image_grid_thw") if key in inputs}
+        names = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")
+        arguments = {name: inputs[name] for name in names if name in inputs}
         with torch.no_grad():
             found = self.model.model.get_image_features(**arguments).pooler_output
         return torch.cat([part.reshape(-1, part.shape[-1]) for part in found])
@@ -81,7 +83,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Opened]:
         if case not in made:
             family, overrides = CASES[case]
             folder = write_tiny_vlm(tmp_path_factory.mktemp(case), family, **overrides)
-            made[case] = open_tiny(folder), Reference(folder)
+            made[case] = open_tiny_vlm(folder), Reference(folder)
         return made[case]
 
     return make_case

@@ -8,11 +8,13 @@ tensors have the names that transformers' `save_pretrained` gives them. Like the
 |---|---|---|
 | llava | CLIP, 28 pixels, patch 7 | 16 tokens |
 | llava-siglip | SigLIP, 28 pixels, patch 7 | 16 tokens |
+| idefics3, smolvlm | tiles of 28 pixels, up to 4 in a row, patch 7 | 4 embeddings a tile, one more tile for the whole |
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,11 @@ from typing import Any
 import torch
 import transformers
 from tiny import BOS, EOS, IM_END, IMAGE, PAD, SPECIAL_TOKENS, VOCABULARY, write_tokenizer
+
+from mlserve.engine.tokenizer import load_tokenizer
+from mlserve.model.checkpoint import Checkpoint, read_json
+from mlserve.vision.encoder import VisionModel
+from mlserve.vision.families import open_vision
 
 FIRST_UNUSED = 256 + len(SPECIAL_TOKENS)
 
@@ -49,6 +56,13 @@ _TOWER = {
 _CLIP = {"model_type": "clip_vision_model", "hidden_act": "quick_gelu", "projection_dim": 16, **_TOWER}
 _SIGLIP = {"model_type": "siglip_vision_model", **_TOWER}
 _COLOURS = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
+_TILES = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 28}, **_COLOURS}
+_TILE_TOKENS = [
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<end_of_utterance>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+]
 _SQUARE = {"size": {"height": 28, "width": 28}, **_COLOURS}
 
 
@@ -98,6 +112,22 @@ TINY_FAMILIES = {
         {"processor_class": "LlavaProcessor", "patch_size": 7, "num_additional_image_tokens": 0},
         "<image>",
     ),
+    "idefics3": TinyFamily(
+        "Idefics3ForConditionalGeneration",
+        {"text_config": _LLAMA, "vision_config": _TOWER, "image_token_id": IMAGE, "scale_factor": 2},
+        {"image_processor_type": "Idefics3ImageProcessor", **_TILES},
+        {"processor_class": "Idefics3Processor"},
+        "<image>",
+        _TILE_TOKENS,
+    ),
+    "smolvlm": TinyFamily(
+        "SmolVLMForConditionalGeneration",
+        {"text_config": _LLAMA, "vision_config": _TOWER, "image_token_id": IMAGE, "scale_factor": 2},
+        {"image_processor_type": "SmolVLMImageProcessor", **_TILES},
+        {"processor_class": "SmolVLMProcessor"},
+        "<image>",
+        _TILE_TOKENS,
+    ),
 }
 
 _CHAT_TEMPLATE = (
@@ -113,10 +143,18 @@ _CHAT_TEMPLATE = (
 )
 
 
-def write_tiny_vlm(folder: Path, family: str, seed: int = 0, **overrides: Any) -> Path:
+def write_tiny_vlm(
+    folder: Path,
+    family: str,
+    seed: int = 0,
+    *,
+    image_processor: Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> Path:
     """Write a tiny random model of a family into `folder` (made if need be); returns `folder`.
 
-    `overrides` are keys of config.json; an object is merged into what the family has there.
+    `overrides` are keys of config.json; an object is merged into what the family has there. `image_processor` is merged
+    into preprocessor_config.json.
     """
     row = TINY_FAMILIES[family]
     config = dict(row.config)
@@ -126,11 +164,27 @@ def write_tiny_vlm(folder: Path, family: str, seed: int = 0, **overrides: Any) -
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     _write_json(folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": [EOS, IM_END]})
-    _write_json(folder / "preprocessor_config.json", row.image_processor)
-    shared = {key: config[key] for key in ("vision_feature_select_strategy",) if key in config}
-    _write_json(folder / "processor_config.json", row.processor | shared)
+    _write_json(folder / "preprocessor_config.json", {**row.image_processor, **(image_processor or {})})
+    processor = dict(row.processor)
+    if "vision_feature_select_strategy" in config:
+        processor["vision_feature_select_strategy"] = config["vision_feature_select_strategy"]
+    if "scale_factor" in config:
+        processor["image_seq_len"] = 16 // config["scale_factor"] ** 2
+    _write_json(folder / "processor_config.json", processor)
     _write_tokenizer(folder, row)
     return folder
+
+
+def open_tiny_vlm(folder: Path, **options: Any) -> VisionModel:
+    """The vision part of a model's folder; `options` are those of `open_vision`."""
+    tokenizer = load_tokenizer(folder)
+    return open_vision(
+        read_json(folder / "config.json"),
+        folder,
+        Checkpoint(folder),
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        **options,
+    )
 
 
 def _random_model(architecture: str, config: dict[str, Any], seed: int) -> Any:
