@@ -86,7 +86,7 @@ def test_dora_on_a_weight_with_a_row_of_zeros(shape: BaseShape) -> None:
 
 def test_tensors_of_one_rank_and_odd_sizes(shape: BaseShape) -> None:
     """Dtypes of different sizes follow each other in one piece of memory."""
-    q = LoraWeights(torch.randn(1, 3).half(), torch.randn(5, 1).half(), 1.0)
+    q = LoraWeights(torch.randn(1, 3).half(), torch.randn(4, 1).half(), 1.0)
     down = LoraWeights(torch.randn(1, 7), torch.randn(3, 1), 1.0)
     adapter = host_adapter(spec_of({EMBED: q, Q: down, DOWN: q}), Weights(shape))
     for site, lora in ((EMBED, q), (Q, down), (DOWN, q)):

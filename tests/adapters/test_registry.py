@@ -183,6 +183,24 @@ def test_load_without_room(make: Make) -> None:
     assert registry.load("d", "d").digest == b"d"
 
 
+def test_load_without_a_path_reads_where_the_name_was_read_last(make: Make, files: FakeFiles) -> None:
+    registry = make()
+    registry.register("x", "a")
+    assert registry.load("x").digest == b"a"
+    assert registry.load("x", "b").digest == b"b"
+    assert registry.load("x").path == Path.cwd() / "b"
+    assert files.reads == ["a", "b", "b"]
+
+
+def test_a_pin_of_another_name_holds(make: Make) -> None:
+    registry = make(max_bytes=8)
+    registry.load("a", "a", pinned=True)
+    registry.load("same", "a")
+    with pytest.raises(AdapterLimitError, match="'same' takes 8 bytes"):
+        registry.load("same", "b")
+    assert loaded(registry) == "asame"
+
+
 def test_a_closed_lease_cannot_be_asked(make: Make) -> None:
     registry = make()
     registry.load("a", "a")

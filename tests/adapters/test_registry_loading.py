@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 import pytest
-from host_adapters import FakeFiles, arrived, error_of, evicted_next, info, loaded, small_adapter, use
+from host_adapters import FakeFiles, arrived, error_of, evicted_next, info, loaded, use
 
 from mlserve.adapters.registry import AdapterRegistry
 from mlserve.errors import (
@@ -47,19 +47,18 @@ def test_a_background_load_does_not_wait_for_what_is_pinned(make: Make) -> None:
         assert isinstance(error_of(registry, lease), AdapterLimitError)
 
 
-def test_nobody_waits_for_a_load_that_has_no_room(make: Make, files: FakeFiles) -> None:
-    """The next in the queue gets its turn."""
+def test_a_load_without_room_that_nobody_waits_for_ends(make: Make, files: FakeFiles) -> None:
+    """The next in the queue gets its turn: here one that needs no room."""
     registry = make(max_bytes=8)
-    for name in "abc":
-        registry.register(name, name)
+    for name, path in (("a", "a"), ("b", "b"), ("same", "a")):
+        registry.register(name, path)
     a, b = registry.lease("a"), registry.lease("b")
     arrived(registry, a)
     for _ in range(2):
         assert files.has_begun.acquire(timeout=20)
     b.close()
-    c = registry.lease("c")
-    a.close()
-    assert arrived(registry, c).digest == b"c"
+    same = registry.lease("same")
+    assert arrived(registry, same) is a.poll()
     assert not info(registry, "b").is_loaded
 
 
@@ -178,25 +177,54 @@ def test_unload_while_it_loads(make: Make, files: FakeFiles) -> None:
 
 
 def test_load_while_it_loads(make: Make, files: FakeFiles) -> None:
-    """Who waits gets what is there first, and what is read of the old files is dropped."""
+    """Who waits gets what is there first; what is read of the old files then is dropped."""
+    registry = make()
+    registry.register("a", "a")
+    files.slow = {"a"}
+    files.may_end.clear()
+    lease = registry.lease("a")
+    assert files.has_begun.acquire(timeout=20)
+    thread = registry._worker.thread
+    assert registry.load("a", "b").digest == b"b"
+    adapter = lease.poll()
+    assert adapter is not None
+    assert adapter.digest == b"b"
+    files.may_end.set()
+    assert thread is not None
+    thread.join(20)
+    assert use(registry, "a").digest == b"b"
+    assert {content.digest for content in registry._store} == {b"b"}
+    lease.close()
+    assert files.reads == ["a", "b"]
+
+
+def test_unload_while_a_load_that_nobody_waits_for_is_under_way(make: Make, files: FakeFiles) -> None:
+    registry = make(max_bytes=8)
+    registry.load("b", "b")
+    files.has_begun.acquire()
+    registry.register("a", "a")
+    files.may_end.clear()
+    lease = registry.lease("a")
+    assert files.has_begun.acquire(timeout=20)
+    lease.close()
+    registry.unload("a")
+    thread = registry._worker.thread
+    files.may_end.set()
+    assert thread is not None
+    thread.join(20)
+    assert loaded(registry) == "b"  # not evicted in vain
+
+
+def test_a_load_that_nobody_waits_for_any_more_is_kept(make: Make, files: FakeFiles) -> None:
     registry = make()
     registry.register("a", "a")
     files.may_end.clear()
     lease = registry.lease("a")
     assert files.has_begun.acquire(timeout=20)
-    thread = registry._worker.thread
-    loader = threading.Thread(target=registry.load, args=("a", "b"))
-    loader.start()
-    assert files.has_begun.acquire(timeout=20)
-    files.contents["b"] = small_adapter("later")
-    files.may_end.set()
-    loader.join(20)
-    assert thread is not None
-    thread.join(20)
-    assert arrived(registry, lease).digest in (b"a", b"b")  # whichever ended first
-    assert use(registry, "a").digest == b"b"
     lease.close()
-    assert {content.digest for content in registry._store} == {b"b"}
+    files.may_end.set()
+    assert use(registry, "a").digest == b"a"
+    assert files.reads == ["a"]
 
 
 def test_close_ends_what_waits(make: Make, files: FakeFiles) -> None:
