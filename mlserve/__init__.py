@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mlserve.config import AdapterConfig, CacheConfig, DType, EngineConfig, ModelOptions, Policy, SchedulerConfig
+from mlserve.config import (
+    AdapterConfig,
+    CacheConfig,
+    DType,
+    EngineConfig,
+    ImageConfig,
+    ModelOptions,
+    Policy,
+    SchedulerConfig,
+)
 from mlserve.errors import (
     AdapterError,
     AdapterFileNotFoundError,
@@ -65,6 +74,7 @@ __all__ = [
     "DType",
     "EngineConfig",
     "FinishReason",
+    "ImageConfig",
     "ImageError",
     "ImageFetchError",
     "ImageLimitError",

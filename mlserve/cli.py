@@ -121,7 +121,8 @@ def _scalar_type(option: Field[Any]) -> type:
     """`int | None` -> int; `str | BlockHash` -> str: the first type that a flag can express."""
     annotation = option.type
     owner = next(c for c in (*OPTION_PARTS.values(), SamplingParams) if option in fields(c))
-    names = dict.fromkeys(("BlockHash", "WaitingQueue"), types.NoneType)  # imported for type checkers only
+    for_type_checkers = ("BlockHash", "ImageIdentity", "WaitingQueue")  # imported for them only
+    names = dict.fromkeys(for_type_checkers, types.NoneType)
     resolved = typing.get_type_hints(owner, localns=names)[option.name] if isinstance(annotation, str) else annotation
     choices: tuple[type, ...] = typing.get_args(resolved) or (resolved,)
     return next(choice for choice in choices if choice is not types.NoneType)

@@ -17,8 +17,18 @@ from mlserve.errors import ConfigError
 if TYPE_CHECKING:
     from mlserve.cache.hashing import BlockHash
     from mlserve.engine.queues import WaitingQueue
+    from mlserve.vision.identity import ImageIdentity
 
-__all__ = ["AdapterConfig", "CacheConfig", "DType", "EngineConfig", "ModelOptions", "Policy", "SchedulerConfig"]
+__all__ = [
+    "AdapterConfig",
+    "CacheConfig",
+    "DType",
+    "EngineConfig",
+    "ImageConfig",
+    "ModelOptions",
+    "Policy",
+    "SchedulerConfig",
+]
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 
@@ -114,6 +124,24 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageConfig:
+    """Images: what is taken, when two are the same, and what is kept of them."""
+
+    image_identity: str | ImageIdentity = _option(
+        "exact", "when images are the same: exact (equal pixels) or perceptual (also those that look alike)"
+    )
+    max_image_bytes: int = _option(20 * 2**20, "largest file of an image")
+    max_image_pixels: int = _option(2**25, "most pixels of an image")
+    embedding_cache_memory: float = _option(0.5, "GiB for embeddings of images that may come again")
+
+    def __post_init__(self) -> None:
+        for name in ("max_image_bytes", "max_image_pixels"):
+            _require_positive(name, getattr(self, name))
+        if self.embedding_cache_memory < 0:
+            raise ConfigError(f"embedding_cache_memory is {self.embedding_cache_memory}: give 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
 class ModelOptions:
     """Which model, and how it is held."""
 
@@ -129,8 +157,15 @@ class ModelOptions:
 
 
 # The parts of an `EngineConfig`, by its fields. No two of them have an option of the same name.
-OPTION_PARTS: Mapping[str, type[ModelOptions | CacheConfig | SchedulerConfig | AdapterConfig]] = MappingProxyType(
-    {"model": ModelOptions, "cache": CacheConfig, "scheduler": SchedulerConfig, "adapters": AdapterConfig}
+OptionPart = ModelOptions | CacheConfig | SchedulerConfig | AdapterConfig | ImageConfig
+OPTION_PARTS: Mapping[str, type[OptionPart]] = MappingProxyType(
+    {
+        "model": ModelOptions,
+        "cache": CacheConfig,
+        "scheduler": SchedulerConfig,
+        "adapters": AdapterConfig,
+        "images": ImageConfig,
+    }
 )
 
 
@@ -142,6 +177,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    images: ImageConfig = field(default_factory=ImageConfig)
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:

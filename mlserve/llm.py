@@ -11,6 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypedDict, TypeGuard, TypeVar, Unpack, cast
 
+from torch import Tensor
 from tqdm import tqdm
 
 from mlserve.adapters.registry import AdapterInfo
@@ -18,16 +19,20 @@ from mlserve.cache.hashing import BlockHash
 from mlserve.cache.manager import CacheStats
 from mlserve.config import EngineConfig
 from mlserve.engine.build import build_engine
+from mlserve.engine.media import GivenImage, take_images
 from mlserve.engine.prompt import render_chat
 from mlserve.engine.queues import WaitingQueue
 from mlserve.engine.sequence import EngineRequest
-from mlserve.errors import ConfigError, RequestError
+from mlserve.errors import ConfigError, PromptError, RequestError
 from mlserve.request import RequestOptions, RequestOutput, SamplingParams, StreamOutput
+from mlserve.vision.identity import ImageIdentity
+from mlserve.vision.source import ImageSource
 
-__all__ = ["LLM", "AdapterName", "Message", "Options", "Prompt"]
+__all__ = ["LLM", "AdapterName", "Image", "Message", "Options", "Prompt"]
 
 Prompt = str | Sequence[int]
 AdapterName = str | None  # None: the base model
+Image = ImageSource | Tensor  # a tensor holds embeddings, [n, H]
 T = TypeVar("T")
 Message = Mapping[str, Any]
 PROGRESS_FROM = 8  # prompts in one call from which a progress bar is worth a line
@@ -54,6 +59,10 @@ class Options(TypedDict, total=False):
     max_adapter_memory: float
     max_adapter_bytes: int
     adapter_dir: str | None
+    image_identity: str | ImageIdentity
+    max_image_bytes: int
+    max_image_pixels: int
+    embedding_cache_memory: float
 
 
 class LLM:
@@ -93,6 +102,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: AdapterName | Sequence[AdapterName] = None,
+        images: Sequence[Sequence[Image]] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         progress: bool | None = None,
@@ -100,6 +110,8 @@ class LLM:
         """Complete one prompt or many (texts, or lists of token ids) as one batch. Outputs stand in the prompts' order.
 
         sampling_params, adapter: one for all, or one for each prompt.
+        images: for each prompt those that its image placeholders stand for: PIL images, paths, bytes, data URLs, or
+            embeddings `[n, H]` as a tensor.
         priority: lower goes first; needs the option policy='priority'.
         cache_salt: cached KV is shared only between requests of the same salt.
         progress: show a progress bar; by default for long batches on a terminal.
@@ -109,10 +121,14 @@ class LLM:
         batch: list[Prompt] = [prompts] if _is_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
         all_params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, len(batch))
         names = _one_each("adapter", adapter, str | None, len(batch))
+        all_images = [()] * len(batch) if images is None else images
+        if len(all_images) != len(batch):
+            raise ConfigError(f"images of {len(all_images)} prompts for {len(batch)}: give a list for each")
         requests = []
-        for number, (prompt, params, name) in enumerate(zip(batch, all_params, names, strict=True)):
+        for number, (prompt, params, name, own) in enumerate(zip(batch, all_params, names, all_images, strict=True)):
             with _naming(number, len(batch)):
-                requests.append(self._prepare(prompt, params, RequestOptions(name, priority, cache_salt)))
+                given = self._identified(own, cache_salt)
+                requests.append(self._prepare(prompt, params, RequestOptions(name, priority, cache_salt), given))
         return self._complete(requests, progress)
 
     def chat(
@@ -125,14 +141,26 @@ class LLM:
         cache_salt: str | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, laid out by the model's chat template. Otherwise like `generate`."""
+        """Answer one conversation or many, laid out by the model's chat template. Otherwise like `generate`.
+
+        A message's content may have image parts: `{"type": "image", "image": ...}`, or `{"type": "image_url", ...}` as
+        in OpenAI's API.
+        """
         conversations = messages if _are_conversations(messages) else [cast(Sequence[Message], messages)]
-        prompts = []
+        prompts, images = [], []
         for number, conversation in enumerate(conversations):
             with _naming(number, len(conversations)):
-                prompts.append(render_chat(conversation, self.engine.tokenizer))
+                prompt, own = self._laid_out(conversation)
+                prompts.append(prompt)
+                images.append(own)
         return self.generate(
-            prompts, sampling_params, adapter=adapter, priority=priority, cache_salt=cache_salt, progress=progress
+            prompts,
+            sampling_params,
+            adapter=adapter,
+            images=images,
+            priority=priority,
+            cache_salt=cache_salt,
+            progress=progress,
         )
 
     def stream(
@@ -149,9 +177,10 @@ class LLM:
         Several streams may be read in turn: each step of the engine serves all that have begun. A stream begins when
         its first output is asked for. Raises a `RequestError` at once if the prompt can't be served.
         """
-        given = render_chat(prompt, self.engine.tokenizer) if _is_conversation(prompt) else cast(Prompt, prompt)
+        given, images = self._laid_out(prompt) if _is_conversation(prompt) else (cast(Prompt, prompt), [])
         options = RequestOptions(adapter, priority, cache_salt)
-        return self._read(self._prepare(given, sampling_params or SamplingParams(), options))
+        identified = self._identified(images, cache_salt)
+        return self._read(self._prepare(given, sampling_params or SamplingParams(), options, identified))
 
     def load_adapter(self, name: str, path: str | Path | None = None, *, pinned: bool = False) -> AdapterInfo:
         """Read an adapter, a folder as PEFT saves it, and serve it under a name from now on.
@@ -178,8 +207,24 @@ class LLM:
         """Figures of the KV pool and of the prefix cache."""
         return self.engine.stats()
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> EngineRequest:
-        return self.engine.prepare(f"llm-{next(self._ids)}", prompt, params, options)
+    def _laid_out(self, conversation: Sequence[Message]) -> tuple[list[int], list[Image]]:
+        """A conversation's prompt, and its images in the order of their placeholders."""
+        desk = self.engine.images
+        if desk is None:
+            return render_chat(conversation, self.engine.tokenizer), []
+        messages, images = take_images(conversation)
+        return render_chat(messages, self.engine.tokenizer, images=desk.text), images
+
+    def _identified(self, images: Sequence[Image], cache_salt: str | None) -> list[GivenImage]:
+        desk = self.engine.images
+        if desk is None and images:
+            raise PromptError(f"the model takes no images, and {len(images)} came: use a vision-language model")
+        return [] if desk is None else [desk.identify(image, cache_salt, allow_paths=True) for image in images]
+
+    def _prepare(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions, images: Sequence[GivenImage]
+    ) -> EngineRequest:
+        return self.engine.prepare(f"llm-{next(self._ids)}", prompt, params, options, images)
 
     def _pump(self) -> list[StreamOutput]:
         outputs = self.engine.step()

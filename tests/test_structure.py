@@ -12,13 +12,13 @@ import torch
 from tree import PACKAGES, ROOT, imports, module_files, run_python, tree_files
 
 # Which other parts each part may import. `errors`, `config` and `request` are plain data that every part above the
-# kernels may use; an option of `config` may be an object of the cache's or engine's, which it names for type checkers.
+# kernels may use; an option of `config` may be an object of a part that it names for type checkers.
 _BELOW_ENGINE = {"model", "cache", "adapters", "vision", "kernels"}
 _TOP = {"llm", "cli", "terminal", "inspection", "server", "client"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "request": {"errors"},
-    "config": {"errors", "cache", "engine"},
+    "config": {"errors", "cache", "engine", "vision"},
     "kernels": {"errors"},
     "adapters": {"kernels"},
     "vision": {"kernels"},

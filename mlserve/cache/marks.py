@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
 
-__all__ = ["Mark", "MarkKind", "encode_marks", "encode_runs", "salt_mark"]
+__all__ = ["Mark", "MarkKind", "encode_marks", "encode_runs", "salt_digest", "salt_mark"]
 
 _SALT_KEY = b"mlserve cache salt, version 1"
 # An entry: tag, digest length, first and end token in the block, length of the medium | digest | offset in the medium
@@ -57,11 +57,15 @@ class Mark:
             raise ValueError(f"a mark's digest has {len(self.digest)} bytes: give 16 to 64")
 
 
-def salt_mark(salt: str, start: int = 0) -> Mark:
-    """Keep KV from `start` on to those who know `salt` (a tenant, a `cache_salt`). The digest is a keyed BLAKE2b."""
+def salt_digest(salt: str) -> bytes:
+    """What stands for a salt: a keyed BLAKE2b of 32 bytes."""
     # surrogatepass: JSON can carry lone surrogates, and no two salts may meet.
-    digest = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=_SALT_KEY, digest_size=32).digest()
-    return Mark(MarkKind.SALT, digest, start, None)
+    return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=_SALT_KEY, digest_size=32).digest()
+
+
+def salt_mark(salt: str, start: int = 0) -> Mark:
+    """Keep KV from `start` on to those who know `salt` (a tenant, a `cache_salt`)."""
+    return Mark(MarkKind.SALT, salt_digest(salt), start, None)
 
 
 def encode_marks(marks: Sequence[Mark], block: int, block_size: int) -> bytes:

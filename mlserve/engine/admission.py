@@ -15,6 +15,7 @@ import xxhash
 from mlserve.cache.manager import CacheManager
 from mlserve.cache.marks import Mark, MarkKind, salt_mark
 from mlserve.config import Policy
+from mlserve.engine.media import GivenImage, ImageDesk, image_mark
 from mlserve.engine.prompt import validate_prompt_ids
 from mlserve.engine.sequence import EngineRequest, Sequence
 from mlserve.engine.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ from mlserve.request import RequestMetrics, RequestOptions, SamplingParams
 if TYPE_CHECKING:
     from mlserve.adapters.host import HostAdapter
     from mlserve.engine.queues import WaitingQueue
+    from mlserve.vision.placement import PlacedImage
 
 __all__ = ["Limits", "RequestFactory", "activation_start"]
 
@@ -42,9 +44,15 @@ class RequestFactory:
     """Makes engine requests; numbers them in order of arrival."""
 
     def __init__(
-        self, tokenizer: Tokenizer, cache: CacheManager, limits: Limits, policy: Policy | Callable[[], WaitingQueue]
+        self,
+        tokenizer: Tokenizer,
+        cache: CacheManager,
+        limits: Limits,
+        policy: Policy | Callable[[], WaitingQueue],
+        images: ImageDesk | None = None,
     ) -> None:
         self.limits = limits
+        self._images = images
         self._policy = policy
         self._tokenizer = tokenizer
         self._cache = cache
@@ -52,7 +60,12 @@ class RequestFactory:
         self._random = random.SystemRandom()
 
     def make(
-        self, request_id: str, prompt: str | Seq[int], params: SamplingParams, options: RequestOptions
+        self,
+        request_id: str,
+        prompt: str | Seq[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        images: Seq[GivenImage] = (),
     ) -> EngineRequest:
         """Check everything, tokenise, and lay out the sequences.
 
@@ -66,6 +79,7 @@ class RequestFactory:
             raise PromptError(f"the prompt is of type {type(prompt).__name__}: give a text or a list of token ids")
         prompt_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         validate_prompt_ids(prompt_ids, self.limits.vocab_size)
+        prompt_ids, placed = self._place(prompt_ids, images)
         self._check_length(len(prompt_ids))
         self._check_token_ids(params)
         request = EngineRequest(
@@ -75,7 +89,11 @@ class RequestFactory:
             metrics=RequestMetrics(arrival=time.monotonic(), prompt_tokens=len(prompt_ids)),
             prompt=prompt if isinstance(prompt, str) else None,
             options=options,
-            marks=() if options.cache_salt is None else (salt_mark(options.cache_salt),),
+            marks=(
+                *(() if options.cache_salt is None else (salt_mark(options.cache_salt),)),
+                *map(image_mark, placed),
+            ),
+            images=tuple(placed),
         )
         self._arrivals += 1
         self._add_sequences(request)
@@ -95,6 +113,13 @@ class RequestFactory:
             sequence.adapter, sequence.adapter_start = adapter, start
             sequence.flow = (adapter.digest, request.options.tenant)
             sequence.blocks = self._cache.open(sequence.token_ids, request.marks)
+
+    def _place(self, prompt_ids: list[int], images: Seq[GivenImage]) -> tuple[list[int], list[PlacedImage]]:
+        if self._images is not None:
+            return self._images.place(prompt_ids, images)
+        if images:
+            raise PromptError(f"the model takes no images, and {len(images)} came: use a vision-language model")
+        return prompt_ids, []
 
     def _check_length(self, num_tokens: int) -> None:
         limits = self.limits
@@ -141,6 +166,7 @@ class RequestFactory:
                     bad_words_ids=bad_words,
                     wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
                     flow=(None, request.options.tenant),
+                    images=request.images,
                 )
             )
 

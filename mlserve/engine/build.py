@@ -13,15 +13,21 @@ from mlserve.adapters.spec import AdapterLimits
 from mlserve.cache.block_pool import BlockPool
 from mlserve.cache.hashing import BlockHasher
 from mlserve.cache.manager import CacheManager
-from mlserve.config import AdapterConfig, CacheConfig, EngineConfig
+from mlserve.config import AdapterConfig, CacheConfig, EngineConfig, ImageConfig
 from mlserve.engine.admission import Limits
 from mlserve.engine.engine import Engine
-from mlserve.engine.tokenizer import load_tokenizer
+from mlserve.engine.media import ImageDesk
+from mlserve.engine.tokenizer import Tokenizer, load_tokenizer
 from mlserve.errors import ConfigError
 from mlserve.model.base_weights import base_shape
 from mlserve.model.config import DecoderConfig
 from mlserve.model.loader import LoadedModel, load_model
 from mlserve.model.runner import ModelRunner
+from mlserve.vision.embedding_cache import EmbeddingCache
+from mlserve.vision.encoding import ImageEncoder
+from mlserve.vision.families import open_vision
+from mlserve.vision.identity import get_image_identity
+from mlserve.vision.image import ImageLimits
 
 __all__ = ["build_engine", "kv_dtype", "max_model_len", "num_blocks"]
 
@@ -52,10 +58,13 @@ def build_engine(config: EngineConfig) -> Engine:
     slots = AdapterSlots(
         base_shape(model.config), adapter_config.max_loras, adapter_config.max_lora_rank, model.dtype, device
     )
-    runner = _runner(model, blocks, cache_config.block_size, dtype, slots)  # after all that may refuse the options
-    cache = CacheManager(BlockPool(blocks + 1), hasher, cache_config.block_size)  # block 0 is never handed out
     tokenizer = load_tokenizer(model.tokenizer_source)
-    return Engine(runner, tokenizer, cache, config.scheduler, limits, adapters, SlotTable(adapter_config.max_loras))
+    images = _images(model, tokenizer, config.images)
+    encoder = None if images is None else images.encoder
+    runner = _runner(model, blocks, cache_config.block_size, dtype, slots, encoder)  # after all that may refuse options
+    cache = CacheManager(BlockPool(blocks + 1), hasher, cache_config.block_size)  # block 0 is never handed out
+    table = SlotTable(adapter_config.max_loras)
+    return Engine(runner, tokenizer, cache, config.scheduler, limits, adapters, table, images)
 
 
 def kv_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
@@ -103,11 +112,37 @@ def _registry(model: LoadedModel, config: AdapterConfig) -> AdapterRegistry:
     )
 
 
+def _images(model: LoadedModel, tokenizer: Tokenizer, config: ImageConfig) -> ImageDesk | None:
+    """None for a model that takes no images."""
+    checkpoint = model.vision
+    if checkpoint is None:
+        return None
+
+    def encode_text(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    vision = open_vision(
+        checkpoint.config, checkpoint.folder, checkpoint.tensors, encode_text, device=model.decoder.device
+    )
+    identity = config.image_identity
+    return ImageDesk(
+        ImageEncoder(vision, EmbeddingCache(int(config.embedding_cache_memory * GIB))),
+        encode_text(vision.image_token)[0],
+        get_image_identity(identity) if isinstance(identity, str) else identity,
+        ImageLimits(max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels),
+    )
+
+
 def _runner(
-    model: LoadedModel, blocks: int, block_size: int, dtype: torch.dtype, adapters: AdapterSlots
+    model: LoadedModel,
+    blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    adapters: AdapterSlots,
+    images: ImageEncoder | None,
 ) -> ModelRunner:
     try:
-        return ModelRunner(model.decoder, blocks + 1, block_size, dtype, adapters)
+        return ModelRunner(model.decoder, blocks + 1, block_size, dtype, adapters, images)
     except RuntimeError as error:  # torch has no narrower one for a CPU
         gib = blocks * block_size * model.config.kv_bytes_per_token(dtype) / GIB
         raise ConfigError(

@@ -12,6 +12,7 @@ from mlserve.cache.manager import CacheManager, CacheStats
 from mlserve.config import SchedulerConfig
 from mlserve.engine.admission import Limits, RequestFactory
 from mlserve.engine.arrivals import Arrivals
+from mlserve.engine.media import GivenImage, ImageDesk
 from mlserve.engine.outputs import OutputProcessor
 from mlserve.engine.scheduler import Scheduler
 from mlserve.engine.sequence import EngineRequest, Sequence
@@ -51,26 +52,37 @@ class Engine:
         limits: Limits,
         adapters: AdapterRegistry,
         slots: SlotTable,
+        images: ImageDesk | None = None,
     ) -> None:
+        """`images` is None for a model that takes none."""
         self.runner = runner
         self.tokenizer = tokenizer
         self.cache = cache
         self.limits = limits
         self.adapters = adapters
+        self.images = images
         self.scheduler = Scheduler(scheduler, cache, slots)
         self._arrivals = Arrivals()
         self._requests: dict[str, EngineRequest] = {}
-        self._factory = RequestFactory(tokenizer, cache, limits, scheduler.policy)
+        self._factory = RequestFactory(tokenizer, cache, limits, scheduler.policy, images)
         self._outputs = OutputProcessor(tokenizer, self.scheduler.finish)
         self._unsent: list[StreamOutput] = []  # outputs of requests that ended when they were submitted
 
     def prepare(
-        self, request_id: str, prompt: str | Seq[int], params: SamplingParams, options: RequestOptions = _DEFAULTS
+        self,
+        request_id: str,
+        prompt: str | Seq[int],
+        params: SamplingParams,
+        options: RequestOptions = _DEFAULTS,
+        images: Seq[GivenImage] = (),
     ) -> EngineRequest:
-        """Tokenise and check a request, for `submit`. Raises a `RequestError` if it can't be served; keeps nothing."""
+        """Tokenise and check a request, for `submit`. Raises a `RequestError` if it can't be served; keeps nothing.
+
+        images: one for each image placeholder in the prompt, in order; `Engine.images` makes them of what callers send.
+        """
         if options.adapter is not None:
             self.adapters.require(options.adapter)
-        return self._factory.make(request_id, prompt, params, options)
+        return self._factory.make(request_id, prompt, params, options, images)
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a prepared request. If its adapter must be read first, it waits for that without holding up others.

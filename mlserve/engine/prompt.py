@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -24,10 +25,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mlserve.engine.tokenizer import Tokenizer
 from mlserve.errors import PromptError
 
-__all__ = ["render_chat", "validate_prompt_ids"]
+__all__ = ["ImageText", "render_chat", "validate_prompt_ids"]
 
 Message = Mapping[str, Any]
 MAX_DEPTH = 32  # of lists and objects within a message
+
+
+@dataclass(frozen=True, slots=True)
+class ImageText:
+    """How an image is written in a prompt's text: the special token that a template writes, and what is put around."""
+
+    token: str
+    before: str = ""
+    after: str = ""
 
 
 def validate_prompt_ids(ids: Sequence[int], vocab_size: int) -> None:
@@ -50,14 +60,17 @@ def render_chat(
     *,
     chat_template: str | None = None,
     add_generation_prompt: bool = True,
+    images: ImageText | None = None,
     **variables: Any,
 ) -> list[int]:
     """Lay a conversation out by a chat template, and encode it.
 
     messages: each with a `role` and a `content`: a string, or a list of `{"type": "text", "text": ...}` parts, which
         are joined. An assistant's content may be missing. Other keys (`name`, `tool_calls`, ...) go to the template.
+        For a model with images there may be `{"type": "image"}` parts; then the template gets the list.
     chat_template: Jinja source; default: the tokenizer's own.
     add_generation_prompt: end with what opens the assistant's answer.
+    images: how the model writes an image; None if it takes none.
     variables: what else the template reads, such as `tools`.
     Raises `PromptError` if there is no template, if it refuses the messages, or if they are malformed.
     """
@@ -65,7 +78,7 @@ def render_chat(
     if source is None:
         raise PromptError("the model has no chat template: give one, or give the prompt as text")
     literals = _Literals(tokenizer)
-    given = {"tools": None, "documents": None, **variables, "messages": _checked(messages)}
+    given = {"tools": None, "documents": None, **variables, "messages": _checked(messages, images is not None)}
     text = _render(
         source,
         {
@@ -74,6 +87,8 @@ def render_chat(
             "add_generation_prompt": add_generation_prompt,
         },
     )
+    if images is not None:
+        text = text.replace(images.token, images.before + images.token + images.after)
     if literals.found:
         pieces = tokenizer.split_special(text)
         ids = tokenizer.encode_pieces(literals.put_back(piece) if i is None else i for piece, i in pieces)
@@ -84,13 +99,13 @@ def render_chat(
     return ids
 
 
-def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _checked(messages: Sequence[Message], takes_images: bool) -> list[dict[str, Any]]:
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise PromptError(f"messages are {_short(messages)}: give a list of at least one message")
-    return [_checked_message(message, f"message {i}") for i, message in enumerate(messages)]
+    return [_checked_message(message, f"message {i}", takes_images) for i, message in enumerate(messages)]
 
 
-def _checked_message(message: Message, name: str) -> dict[str, Any]:
+def _checked_message(message: Message, name: str, takes_images: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise PromptError(f"{name} is {_short(message)}: give an object with 'role' and 'content'")
     role = message.get("role")
@@ -101,21 +116,27 @@ def _checked_message(message: Message, name: str) -> dict[str, Any]:
         content = ""
     # Templates take a key that is there for one that has a value.
     rest = {key: value for key, value in message.items() if value is not None}
-    return {**rest, "content": _joined(content, name)}
+    return {**rest, "content": _checked_content(content, name, takes_images)}
 
 
-def _joined(content: object, name: str) -> str:
+def _checked_content(content: object, name: str, takes_images: bool) -> str | list[dict[str, str]]:
+    """Text as one string; the list of parts if there are images among them."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
         raise PromptError(f"{name} has the content {_short(content)}: give a string or a list of text parts")
-    texts = []
+    parts: list[dict[str, str]] = []
     for part in content:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-        if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if kind == "text" else None
+        if isinstance(text, str):
+            parts.append({"type": "text", "text": text})
+        elif kind == "image" and takes_images:
+            parts.append({"type": "image"})
+        else:
             raise PromptError(f"{name} has the content part {_short(part)}: give {{'type': 'text', 'text': '...'}}")
-        texts.append(text)
-    return "".join(texts)
+    has_images = any(part["type"] == "image" for part in parts)
+    return parts if has_images else "".join(part["text"] for part in parts)
 
 
 class _Literals:

@@ -13,6 +13,7 @@ from mlserve.request import FinishReason, RequestMetrics, RequestOptions, Sampli
 if TYPE_CHECKING:
     from mlserve.adapters.host import HostAdapter
     from mlserve.adapters.registry import AdapterLease
+    from mlserve.vision.placement import PlacedImage
 
 __all__ = ["EngineRequest", "Flow", "Sequence"]
 
@@ -43,6 +44,7 @@ class Sequence:
     wants_prompt_logprobs: bool = False
     num_computed: int = 0
     overtaken: int = 0  # how often a later sequence was admitted while this one waited for blocks or for a slot
+    images: tuple[PlacedImage, ...] = ()
     adapter: HostAdapter | None = None
     adapter_start: int = 0  # the first token that the adapter acts on
     adapter_slot: int | None = None  # the device slot that it holds while it runs
@@ -82,5 +84,6 @@ class EngineRequest:
     prompt: str | None = None
     options: RequestOptions = field(default_factory=RequestOptions)
     marks: tuple[Mark, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
     sequences: list[Sequence] = field(default_factory=list)
     lease: AdapterLease | None = None  # keeps its adapter in memory

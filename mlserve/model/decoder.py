@@ -67,6 +67,8 @@ class Decoder:
             adapters.embed(batch.token_ids, residual)
         if config.embedding_multiplier != 1.0:
             residual *= config.embedding_multiplier
+        if batch.images is not None:
+            residual[batch.images.rows] = batch.images.embeddings.to(residual.dtype)
         x = ops.rms_norm(residual, self.weights.layers[0].attention_norm, eps)
         last = config.num_layers - 1
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -16,8 +16,17 @@ from mlserve.adapters.segments import AdapterRows, SlotRange
 from mlserve.adapters.slots import AdapterSlots
 from mlserve.kernels import Ops, PagedBatch
 from mlserve.model.plan import PlannedSequence, SequenceT, StepPlan
+from mlserve.vision.placement import Chunk, PlacedImage
 
-__all__ = ["ForwardBatch", "build_batch", "step_adapters"]
+__all__ = ["ForwardBatch", "ImageRows", "build_batch", "image_pieces", "image_rows", "step_adapters"]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Rows of a step that get an image's embeddings in place of their tokens'."""
+
+    rows: Tensor  # [M] int64
+    embeddings: Tensor  # [M, H]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +39,7 @@ class ForwardBatch:
     logit_rows: Tensor  # [R] int64: rows of [0, T) whose logits are wanted
     adapters: StepAdapters | None = None  # None: no adapter acts on any row
     logit_adapters: StepAdapters | None = None  # the same for the matrix of the logit rows
+    images: ImageRows | None = None  # None: no image's embeddings stand in any row
 
 
 def build_batch(
@@ -38,6 +48,7 @@ def build_batch(
     block_size: int,
     device: torch.device,
     adapters: StepAdapters | None = None,
+    images: ImageRows | None = None,
 ) -> ForwardBatch:
     """Lay a plan's sequences out one after the other. `logit_rows` index the step's tokens."""
     token_ids, positions, slots = array("q"), array("q"), array("q")
@@ -68,7 +79,27 @@ def build_batch(
     )
     rows = torch.tensor(logit_rows, dtype=torch.int64).to(device, non_blocking=True)
     logit_adapters = None if adapters is None else adapters.select(logit_rows)
-    return ForwardBatch(int64(token_ids), int64(positions), paged, rows, adapters, logit_adapters)
+    return ForwardBatch(int64(token_ids), int64(positions), paged, rows, adapters, logit_adapters, images)
+
+
+def image_pieces(plan: StepPlan[SequenceT]) -> list[tuple[PlacedImage, Chunk]]:
+    """The images whose embeddings stand in a plan's rows, and which of them; `Chunk.start` is a row of the step."""
+    pieces, begin = [], 0
+    for sequence, query_len in zip(plan.sequences, plan.query_lens, strict=True):
+        computed = sequence.num_computed
+        for image in sequence.images:
+            for chunk in image.chunks(computed, computed + query_len):
+                pieces.append((image, replace(chunk, start=chunk.start - computed + begin)))
+        begin += query_len
+    return pieces
+
+
+def image_rows(pieces: Sequence[tuple[PlacedImage, Chunk]], embeddings: Mapping[bytes, Tensor]) -> ImageRows:
+    """Lay out what `image_pieces` found; `embeddings: [n, H]` by the images' keys."""
+    device = next(iter(embeddings.values())).device
+    rows = [torch.arange(chunk.start, chunk.start + chunk.last - chunk.first) for _, chunk in pieces]
+    parts = [embeddings[image.key][chunk.first : chunk.last] for image, chunk in pieces]
+    return ImageRows(torch.cat(rows).to(device), torch.cat(parts))
 
 
 def step_adapters(plan: StepPlan[SequenceT], slots: AdapterSlots, ops: Ops) -> StepAdapters | None:

@@ -26,7 +26,7 @@ from mlserve.model.sources import find_model
 from mlserve.model.text_part import TextTensors, text_config
 from mlserve.model.weights import TensorSource, WeightBuilder, check_tensors
 
-__all__ = ["TORCH_DTYPES", "LoadedModel", "OpenModel", "load_model", "open_model"]
+__all__ = ["TORCH_DTYPES", "LoadedModel", "OpenModel", "VisionCheckpoint", "load_model", "open_model"]
 
 TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
 _HASH_CHUNK = 2**24
@@ -42,10 +42,20 @@ class LoadedModel:
     digest: bytes  # of weights, config and dtype: models of one digest make the same KV
     eos_token_ids: tuple[int, ...]
     base_weights: FileBaseWeights  # the same weights again, from its files
+    vision: VisionCheckpoint | None = None  # what a vision-language model has besides; yet to be opened
 
     @property
     def config(self) -> DecoderConfig:
         return self.decoder.config
+
+
+@dataclass(frozen=True, slots=True)
+class VisionCheckpoint:
+    """A vision-language model's files, whole."""
+
+    config: Mapping[str, Any]  # config.json
+    folder: Path
+    tensors: TensorSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,7 @@ class _ModelFiles:
     weight_files: list[Path]
     norm_offset: float
     eos_token_ids: tuple[int, ...]
+    vision: VisionCheckpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +114,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
         digest=_digest(files.weight_files, config, dtype),
         eos_token_ids=files.eos_token_ids,
         base_weights=FileBaseWeights(files.tensors, config, dtype),
+        vision=files.vision,
     )
 
 
@@ -122,10 +134,13 @@ def _open_folder(folder: Path) -> _ModelFiles:
     family = family_of(config)  # before weights are looked at: the architecture is the likelier thing to be wrong
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos = generation.get("eos_token_id", config.get("eos_token_id", whole.get("eos_token_id")))
     checkpoint = Checkpoint(folder)
-    tensors = checkpoint if config is whole else TextTensors(checkpoint)
-    return _ModelFiles(config, tensors, checkpoint.files, family.norm_offset, _token_ids("eos_token_id", eos))
+    ends = _token_ids("eos_token_id", eos)
+    if config is whole:
+        return _ModelFiles(config, checkpoint, checkpoint.files, family.norm_offset, ends)
+    vision = VisionCheckpoint(whole, folder, checkpoint)
+    return _ModelFiles(config, TextTensors(checkpoint), checkpoint.files, family.norm_offset, ends, vision)
 
 
 def _open_gguf(path: Path) -> _ModelFiles:

@@ -11,6 +11,7 @@ from mlserve.request import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from mlserve.adapters.host import HostAdapter
+    from mlserve.vision.placement import PlacedImage
 
 __all__ = ["PlannedSequence", "SamplingRow", "SlotLoad", "StepPlan", "StepResult"]
 
@@ -68,6 +69,11 @@ class PlannedSequence(SamplingRow, Protocol):
     @property
     def block_table(self) -> array[int]:
         """Blocks that hold the tokens, in order."""
+        ...
+
+    @property
+    def images(self) -> Sequence[PlacedImage]:
+        """The images in its prompt."""
         ...
 
     @property

@@ -13,10 +13,11 @@ from mlserve.adapters.linear import StepAdapters
 from mlserve.adapters.slots import AdapterSlots, Projection
 from mlserve.kernels import kv_pool
 from mlserve.model.decoder import Decoder
-from mlserve.model.inputs import build_batch, step_adapters
+from mlserve.model.inputs import ImageRows, build_batch, image_pieces, image_rows, step_adapters
 from mlserve.model.plan import SequenceT, StepPlan, StepResult
 from mlserve.model.sampler import Sampler, prompt_logprobs
 from mlserve.request import TokenLogprob
+from mlserve.vision.encoding import ImageEncoder
 
 __all__ = ["ModelRunner"]
 
@@ -27,11 +28,18 @@ class ModelRunner:
     """Owns the KV memory and the adapters' slots. The only part of the engine that touches tensors."""
 
     def __init__(
-        self, decoder: Decoder, num_blocks: int, block_size: int, kv_dtype: torch.dtype, adapters: AdapterSlots
+        self,
+        decoder: Decoder,
+        num_blocks: int,
+        block_size: int,
+        kv_dtype: torch.dtype,
+        adapters: AdapterSlots,
+        images: ImageEncoder | None = None,
     ) -> None:
         config = decoder.config
         self.decoder = decoder
         self.adapters = adapters
+        self.images = images  # None: the model takes no images
         self.block_size = block_size
         self.device = decoder.device
         self.sampler = Sampler()
@@ -52,7 +60,7 @@ class ModelRunner:
         for load in plan.loads:
             self.adapters.write(load.slot, load.adapter)
         adapters = step_adapters(plan, self.adapters, self.decoder.ops)
-        batch = build_batch(plan, wanted, self.block_size, self.device, adapters)
+        batch = build_batch(plan, wanted, self.block_size, self.device, adapters, self._image_rows(plan))
         hidden = Hidden(self.decoder, self.decoder.forward(batch, self.kv), batch.logit_adapters)
         result = StepResult()
         at = {token_row: i for i, token_row in enumerate(wanted)}
@@ -63,6 +71,12 @@ class ModelRunner:
         if sampled_rows:
             self._sample(plan, hidden.logits([at[i] for i in sampled_rows]), result)
         return result
+
+    def _image_rows(self, plan: StepPlan[SequenceT]) -> ImageRows | None:
+        pieces = [] if self.images is None else image_pieces(plan)
+        if self.images is None or not pieces:
+            return None
+        return image_rows(pieces, self.images.embeddings(image for image, _ in pieces))
 
     def _sample(self, plan: StepPlan[SequenceT], logits: Tensor, result: StepResult) -> None:
         sampled = self.sampler.sample(logits, [plan.sequences[row] for row in plan.sampled])

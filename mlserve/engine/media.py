@@ -1,0 +1,152 @@
+"""Images of a request, from what callers give to what an engine keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlserve.cache.marks import Mark, MarkKind, salt_digest
+from mlserve.engine.prompt import ImageText
+from mlserve.errors import PromptError
+from mlserve.vision.encoder import ImageLayout
+from mlserve.vision.encoding import ImageEncoder
+from mlserve.vision.identity import ImageIdentity
+from mlserve.vision.image import DecodedImage, ImageLimits, load_image
+from mlserve.vision.match import ImageMatch
+from mlserve.vision.placement import PlacedImage, embedding_key, embeddings_digest, place_images
+from mlserve.vision.source import ImageFetcher, ImageSource
+
+__all__ = ["GivenImage", "IdentifiedImage", "ImageDesk", "image_mark", "take_images"]
+
+Message = Mapping[str, Any]
+_IMAGE_KINDS = ("image", "image_url", "image_embeds")
+
+
+@dataclass(frozen=True, slots=True)
+class IdentifiedImage:
+    """An image and which one it counts as, to requests of that scope."""
+
+    image: DecodedImage
+    match: ImageMatch
+    scope: bytes | None
+
+
+GivenImage = IdentifiedImage | Tensor  # or an image's embeddings, [n, H]
+
+
+class ImageDesk:
+    """Takes images in: decodes them under limits, tells which they are, and gives them their places in prompts."""
+
+    def __init__(
+        self,
+        encoder: ImageEncoder,
+        marker_id: int,
+        identity: ImageIdentity,
+        limits: ImageLimits,
+        fetcher: ImageFetcher | None = None,
+    ) -> None:
+        """`marker_id` is the token that a chat template writes for an image; without a fetcher URLs are refused."""
+        self.encoder = encoder
+        self.marker_id = marker_id
+        self.identity = identity
+        self.limits = limits
+        self.fetcher = fetcher
+
+    @property
+    def text(self) -> ImageText:
+        """How the model writes an image in a prompt."""
+        model = self.encoder.model
+        return ImageText(model.image_token, *model.surrounding_text)
+
+    def identify(self, source: ImageSource | Tensor, cache_salt: str | None, *, allow_paths: bool) -> GivenImage:
+        """Decode an image and name it; embeddings are taken as they are.
+
+        Near-duplicates are looked for among requests of the same salt only. Any thread may call it. Raises
+        `ImageError`.
+        """
+        if isinstance(source, Tensor):
+            return source
+        image = load_image(source, self.limits, allow_paths=allow_paths, fetcher=self.fetcher)
+        scope = None if cache_salt is None else salt_digest(cache_salt)
+        return IdentifiedImage(image, self.identity.identify(image, scope), scope)
+
+    def place(self, prompt_ids: Sequence[int], images: Sequence[GivenImage]) -> tuple[list[int], list[PlacedImage]]:
+        """Give each placeholder in a prompt its image: the prompt with all tokens of the images, and the images.
+
+        Only the engine's thread may call it. Raises `PromptError` unless there are as many placeholders as images, or
+        for embeddings of another shape than the model's; `ImageLimitError` for a size that the model can't take.
+        """
+        found = [self._embedded(image) if isinstance(image, Tensor) else self._own(image) for image in images]
+        layouts = [image.layout for image in found]
+        ids, starts = place_images(prompt_ids, self.marker_id, layouts)
+        return ids, [replace(image, start=start) for image, start in zip(found, starts, strict=True)]
+
+    def _own(self, given: IdentifiedImage) -> PlacedImage:
+        model, match = self.encoder.model, given.match
+        if match.is_near:
+            key = embedding_key(match.digest, model.digest)
+            embeddings = self.encoder.cache.get(key)
+            if embeddings is not None:
+                return PlacedImage(key, model.layout(match.width, match.height), 0, embeddings=embeddings)
+            self.identity.forget(match.digest, given.scope)  # its pixels aren't kept: it can't be encoded again
+        key = embedding_key(match.own_digest, model.digest)
+        return PlacedImage(key, model.layout(given.image.width, given.image.height), 0, given.image)
+
+    def _embedded(self, embeddings: Tensor) -> PlacedImage:
+        model = self.encoder.model
+        if embeddings.dim() != 2 or embeddings.shape[1] != model.hidden_size or not len(embeddings):
+            raise PromptError(
+                f"image embeddings have the shape {list(embeddings.shape)}: give [n, {model.hidden_size}], n from 1"
+            )
+        if not torch.isfinite(embeddings).all():
+            raise PromptError("image embeddings have values that are not finite numbers: send finite ones")
+        if model.uses_mrope:
+            raise PromptError("image embeddings have no grid of rows and columns, which this model needs: send images")
+        layout = ImageLayout.of([model.placeholder_id] * len(embeddings), model.placeholder_id)
+        return PlacedImage(embeddings_digest(embeddings), layout, 0, embeddings=embeddings, is_supplied=True)
+
+
+def image_mark(image: PlacedImage) -> Mark:
+    """What keeps its KV apart from that of other images."""
+    return Mark(MarkKind.EMBEDS if image.is_supplied else MarkKind.IMAGE, image.key, *image.span)
+
+
+def take_images(messages: Sequence[Message]) -> tuple[list[Message], list[ImageSource | Tensor]]:
+    """Take the images out of a conversation: messages whose image parts are `{"type": "image"}`, for the template, and
+    the images in their order. Parts are `{"type": "image_url", "image_url": {"url": ...}}`, as in OpenAI's API,
+    `{"type": "image", "image": ...}`, or `{"type": "image_embeds", "image_embeds": tensor}`.
+
+    Raises `PromptError` for image parts without an image.
+    """
+    plain: list[Message] = []
+    sources: list[ImageSource | Tensor] = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, str) or not isinstance(content, Sequence):
+            plain.append(message)
+            continue
+        parts = []
+        for part in content:
+            if isinstance(part, Mapping) and part.get("type") in _IMAGE_KINDS:
+                sources.append(_source(part))
+                parts.append({"type": "image"})
+            else:
+                parts.append(part)
+        plain.append({**message, "content": parts})
+    return plain, sources
+
+
+def _source(part: Message) -> ImageSource | Tensor:
+    kind = part["type"]
+    value = part.get(kind)
+    if kind == "image_url" and isinstance(value, Mapping):
+        value = value.get("url")
+    if value is None or (kind == "image_embeds") != isinstance(value, Tensor):
+        wanted = "a tensor [n, H]" if kind == "image_embeds" else "an image"
+        raise PromptError(f"a part of type {kind!r} has {type(value).__name__} under {kind!r}: give {wanted}")
+    source: ImageSource | Tensor = value
+    return source
