@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -15,7 +16,8 @@ from mlserve.errors import AdapterNotFoundError, ConfigError
 __all__ = ["check_name", "folder_names", "folder_of", "unknown_name"]
 
 MAX_LENGTH = 256
-MAX_COMPARED = 500  # names, with one that is unknown: each takes some microseconds
+MAX_LISTED = 500  # names of a directory
+NEIGHBOURS = 32  # that an unknown name is compared with, before and after it: 50 microseconds each
 
 
 def check_name(name: str) -> None:
@@ -33,17 +35,19 @@ def folder_of(directory: Path, name: str) -> Path | None:
 
 
 def folder_names(directory: Path) -> list[str]:
-    """Names that `folder_of` finds, but not of more than `MAX_COMPARED`; none if the directory can't be read."""
+    """Names that `folder_of` finds, but not of more than `MAX_LISTED`; none if the directory can't be read."""
     with suppress(OSError), os.scandir(directory) as entries:
-        return list(islice((entry.name for entry in entries if _is_plain(entry.name) and entry.is_dir()), MAX_COMPARED))
+        return list(islice((entry.name for entry in entries if _is_plain(entry.name) and entry.is_dir()), MAX_LISTED))
     return []
 
 
 def unknown_name(name: str, known: Sequence[str]) -> AdapterNotFoundError:
-    """An error with the names that are most like it, else with some that there are."""
+    """An error with the names that are most like it, of those near it in `known`, which is sorted; else with any."""
     shown = name[:MAX_LENGTH]
+    place = bisect(known, shown)
+    near = known[max(place - NEIGHBOURS, 0) : place + NEIGHBOURS]
     fact = f"no adapter has the name {shown!r}"
-    if close := get_close_matches(shown, known[:MAX_COMPARED]):
+    if close := get_close_matches(shown, near):
         return AdapterNotFoundError(f"{fact}: use {' or '.join(map(repr, close))}, or load it")
     if known:
         return AdapterNotFoundError(f"{fact}: use another ({listed(known)}), or load it")

@@ -49,6 +49,14 @@ def test_unknown_names(make: Make) -> None:
     registry.require("json")
 
 
+def test_an_unknown_name_is_compared_with_its_neighbours(make: Make) -> None:
+    registry = make()
+    for i in range(1000):
+        registry.register(f"adapter-{i:04}", "a")
+    with pytest.raises(AdapterNotFoundError, match="use 'adapter-0777' or 'adapter-"):
+        registry.lease("adapter-0777x")
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     for name in ("a", "b", ".hidden"):
