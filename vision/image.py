@@ -55,7 +55,7 @@ class ImageLimits:
     """What an image may have, checked before it is decoded. Raises `ConfigError` for limits out of range."""
 
     max_bytes: int = 20 * 2**20  # of the file
-    max_pixels: int = 2**25  # 33.6 million, 128 MiB while decoding
+    max_pixels: int = 2**25  # 33.6 million; decoding takes 10 to 16 bytes for each
     max_aspect_ratio: float = 200.0  # longer side over shorter
     max_frames: int = 1024  # of an animation, of which the first frame is read
 
