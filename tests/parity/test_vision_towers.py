@@ -28,6 +28,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "idefics3": ("idefics3", {}),
     "idefics3-no-shuffle": ("idefics3", {"scale_factor": 1}),
     "smolvlm": ("smolvlm", {}),
+    "qwen2-vl": ("qwen2-vl", {}),
+    "qwen2.5-vl": ("qwen2.5-vl", {}),
+    "qwen2.5-vl-large-windows": ("qwen2.5-vl", {"vision_config": {"window_size": 32, "depth": 3}}),
 }
 SIZES = [(28, 28), (40, 61), (200, 90), (3, 50), (70, 1), (64, 64)]  # width, height
 

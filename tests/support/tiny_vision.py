@@ -9,6 +9,7 @@ tensors have the names that transformers' `save_pretrained` gives them. Like the
 | llava | CLIP, 28 pixels, patch 7 | 16 tokens |
 | llava-siglip | SigLIP, 28 pixels, patch 7 | 16 tokens |
 | idefics3, smolvlm | tiles of 28 pixels, up to 4 in a row, patch 7 | 4 embeddings a tile, one more tile for the whole |
+| qwen2-vl, qwen2.5-vl | any size, patch 4, merged by 2 x 2 | one embedding for 8 x 8 pixels, 4 to 64 of them |
 """
 
 from __future__ import annotations
@@ -56,6 +57,24 @@ _TOWER = {
 _CLIP = {"model_type": "clip_vision_model", "hidden_act": "quick_gelu", "projection_dim": 16, **_TOWER}
 _SIGLIP = {"model_type": "siglip_vision_model", **_TOWER}
 _COLOURS = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
+_QWEN_TEXT = {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+_QWEN = {
+    "image_token_id": FIRST_UNUSED + 2,
+    "video_token_id": FIRST_UNUSED + 3,
+    "vision_start_token_id": FIRST_UNUSED,
+    "vision_end_token_id": FIRST_UNUSED + 1,
+}
+_QWEN_IMAGES = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "min_pixels": 4 * 64,
+    "max_pixels": 64 * 64,
+    **_COLOURS,
+}
+_QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+_QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _TILES = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 28}, **_COLOURS}
 _TILE_TOKENS = [
     "<fake_token_around_image>",
@@ -127,6 +146,32 @@ TINY_FAMILIES = {
         {"processor_class": "SmolVLMProcessor"},
         "<image>",
         _TILE_TOKENS,
+    ),
+    "qwen2-vl": TinyFamily(
+        "Qwen2VLForConditionalGeneration",
+        {
+            "text_config": _QWEN_TEXT,
+            "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4}
+            | {"mlp_ratio": 2, "patch_size": 4},
+            **_QWEN,
+        },
+        _QWEN_IMAGES,
+        {"processor_class": "Qwen2VLProcessor"},
+        _QWEN_IMAGE,
+        _QWEN_TOKENS,
+    ),
+    "qwen2.5-vl": TinyFamily(
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "text_config": _QWEN_TEXT,
+            "vision_config": {"depth": 2, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 4}
+            | {"intermediate_size": 64, "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]},
+            **_QWEN,
+        },
+        _QWEN_IMAGES,
+        {"processor_class": "Qwen2_5_VLProcessor"},
+        _QWEN_IMAGE,
+        _QWEN_TOKENS,
     ),
 }
 

@@ -19,6 +19,8 @@ VISION_FAMILIES: Mapping[str, tuple[str, str]] = {
     "LlavaForConditionalGeneration": ("llava", "open_llava"),
     "Idefics3ForConditionalGeneration": ("idefics3", "open_idefics3"),
     "SmolVLMForConditionalGeneration": ("idefics3", "open_smolvlm"),
+    "Qwen2VLForConditionalGeneration": ("qwen2_vl", "open_qwen2_vl"),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_vl", "open_qwen2_5_vl"),
 }
 
 

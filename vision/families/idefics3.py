@@ -110,14 +110,14 @@ class Idefics3Vision(TowerVision):
     def __init__(self, tower: Tower, config: Any, encode_text: TextEncoder) -> None:
         super().__init__(tower, IMAGE_TOKEN, config.image_token_id, config.text_config.hidden_size)
         vision = config.vision_config
-        per_side, left_over = divmod(vision.image_size // vision.patch_size, config.scale_factor)
-        if left_over:
+        num_patches = vision.image_size // vision.patch_size
+        if num_patches % config.scale_factor:
             raise UnsupportedModelError(
-                f"{per_side * config.scale_factor + left_over} patches a side can't be joined by {config.scale_factor}: "
-                "scale_factor must divide image_size / patch_size"
+                f"{num_patches} patches a side can't be joined by {config.scale_factor}: scale_factor must divide "
+                "image_size / patch_size"
             )
         self._tiling = Tiling.of(tower.processor)
-        self._tile_text = IMAGE_TOKEN * per_side**2
+        self._tile_text = IMAGE_TOKEN * (num_patches // config.scale_factor) ** 2
         self._encode_text = encode_text
         self._layout_of_grid = lru_cache(_LAYOUTS_KEPT)(self._make_layout)
 
