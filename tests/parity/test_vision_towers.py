@@ -31,6 +31,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-vl": ("qwen2-vl", {}),
     "qwen2.5-vl": ("qwen2.5-vl", {}),
     "qwen2.5-vl-large-windows": ("qwen2.5-vl", {"vision_config": {"window_size": 32, "depth": 3}}),
+    "gemma3": ("gemma3", {}),
+    "gemma3-not-averaged": ("gemma3", {"mm_tokens_per_image": 16}),
 }
 SIZES = [(28, 28), (40, 61), (200, 90), (3, 50), (70, 1), (64, 64)]  # width, height
 

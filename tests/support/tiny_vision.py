@@ -10,6 +10,7 @@ tensors have the names that transformers' `save_pretrained` gives them. Like the
 | llava-siglip | SigLIP, 28 pixels, patch 7 | 16 tokens |
 | idefics3, smolvlm | tiles of 28 pixels, up to 4 in a row, patch 7 | 4 embeddings a tile, one more tile for the whole |
 | qwen2-vl, qwen2.5-vl | any size, patch 4, merged by 2 x 2 | one embedding for 8 x 8 pixels, 4 to 64 of them |
+| gemma3 | SigLIP, 28 pixels, patch 7 | 4 embeddings between two tokens |
 """
 
 from __future__ import annotations
@@ -75,6 +76,21 @@ _QWEN_IMAGES = {
 }
 _QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 _QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+_GEMMA3_TEXT = {
+    **_TEXT,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+_GEMMA3_TOKENS = {
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+    "image_token": "<image_soft_token>",
+}
 _TILES = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 28}, **_COLOURS}
 _TILE_TOKENS = [
     "<fake_token_around_image>",
@@ -173,6 +189,23 @@ TINY_FAMILIES = {
         _QWEN_IMAGE,
         _QWEN_TOKENS,
     ),
+    "gemma3": TinyFamily(
+        "Gemma3ForConditionalGeneration",
+        {
+            "text_config": _GEMMA3_TEXT,
+            "vision_config": _SIGLIP,
+            "mm_tokens_per_image": 4,
+            "boi_token_index": FIRST_UNUSED,
+            "eoi_token_index": FIRST_UNUSED + 1,
+            "image_token_index": FIRST_UNUSED + 2,
+            "tie_word_embeddings": True,
+        },
+        {"image_processor_type": "Gemma3ImageProcessor", **_SQUARE},
+        {"processor_class": "Gemma3Processor"},
+        "<start_of_image>",
+        list(_GEMMA3_TOKENS.values()),
+        _GEMMA3_TOKENS,
+    ),
 }
 
 _CHAT_TEMPLATE = (
@@ -215,6 +248,8 @@ def write_tiny_vlm(
         processor["vision_feature_select_strategy"] = config["vision_feature_select_strategy"]
     if "scale_factor" in config:
         processor["image_seq_len"] = 16 // config["scale_factor"] ** 2
+    if "mm_tokens_per_image" in config:
+        processor["image_seq_length"] = config["mm_tokens_per_image"]
     _write_json(folder / "processor_config.json", processor)
     _write_tokenizer(folder, row)
     return folder
@@ -235,7 +270,7 @@ def open_tiny_vlm(folder: Path, **options: Any) -> VisionModel:
 def _random_model(architecture: str, config: dict[str, Any], seed: int) -> Any:
     """As in `tiny`: weights large enough for mistakes to show, and no special token is likely to be generated."""
     model_class = getattr(transformers, architecture)
-    model = model_class(model_class.config_class(**config, tie_word_embeddings=False)).eval()
+    model = model_class(model_class.config_class(**{"tie_word_embeddings": False, **config})).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -243,7 +278,8 @@ def _random_model(architecture: str, config: dict[str, Any], seed: int) -> Any:
             parameter.data = 0.2 * noise + parameter.data.mean().round()  # 0 where a norm adds 1 to its weight
         else:
             parameter.data = 0.15 * noise
-    model.lm_head.weight.data[BOS:] = 0.0
+    if not model.config.tie_word_embeddings:
+        model.lm_head.weight.data[BOS:] = 0.0
     return model
 
 

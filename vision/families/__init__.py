@@ -21,6 +21,7 @@ VISION_FAMILIES: Mapping[str, tuple[str, str]] = {
     "SmolVLMForConditionalGeneration": ("idefics3", "open_smolvlm"),
     "Qwen2VLForConditionalGeneration": ("qwen2_vl", "open_qwen2_vl"),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_vl", "open_qwen2_5_vl"),
+    "Gemma3ForConditionalGeneration": ("gemma3", "open_gemma3"),
 }
 
 

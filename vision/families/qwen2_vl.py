@@ -108,4 +108,4 @@ class Qwen2Vision(TowerVision):
         grids = torch.cat([of_image["image_grid_thw"] for of_image in inputs])  # [images, 3], in patches
         embeddings: Tensor = self._tower.module(patches, grid_thw=grids.to(self._tower.device)).pooler_output
         merged = self._tower.processor.merge_size**2
-        return embeddings.split((grids.prod(dim=1) // merged).tolist())
+        return torch.split(embeddings, (grids.prod(dim=1) // merged).tolist())
