@@ -25,6 +25,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llava-two-layers": ("llava", {"vision_feature_layer": [1, -1]}),
     "llava-no-bias": ("llava", {"multimodal_projector_bias": False, "projector_hidden_act": "silu"}),
     "llava-siglip": ("llava-siglip", {}),
+    "llava-next": ("llava-next", {}),
+    "llava-next-last-layer": ("llava-next", {"vision_feature_layer": -1}),
     "idefics3": ("idefics3", {}),
     "idefics3-no-shuffle": ("idefics3", {"scale_factor": 1}),
     "smolvlm": ("smolvlm", {}),
@@ -34,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {}),
     "gemma3-not-averaged": ("gemma3", {"mm_tokens_per_image": 16}),
 }
-SIZES = [(28, 28), (40, 61), (200, 90), (3, 50), (70, 1), (64, 64)]  # width, height
+SIZES = [(28, 28), (40, 61), (200, 90), (3, 50), (70, 1), (1, 120), (64, 64)]  # width, height
 
 
 def picture(width: int, height: int, seed: int = 0) -> DecodedImage:

@@ -8,6 +8,7 @@ tensors have the names that transformers' `save_pretrained` gives them. Like the
 |---|---|---|
 | llava | CLIP, 28 pixels, patch 7 | 16 tokens |
 | llava-siglip | SigLIP, 28 pixels, patch 7 | 16 tokens |
+| llava-next | CLIP, squares of 28 pixels, up to 2 x 2 and the whole, patch 7 | up to 16 + 72 tokens |
 | idefics3, smolvlm | tiles of 28 pixels, up to 4 in a row, patch 7 | 4 embeddings a tile, one more tile for the whole |
 | qwen2-vl, qwen2.5-vl | any size, patch 4, merged by 2 x 2 | one embedding for 8 x 8 pixels, 4 to 64 of them |
 | gemma3 | SigLIP, 28 pixels, patch 7 | 4 embeddings between two tokens |
@@ -114,6 +115,7 @@ class TinyFamily:
     named_tokens: dict[str, str] = field(default_factory=dict)  # what transformers' processor asks the tokenizer for
 
 
+_PINPOINTS = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
 _CLIP_PROCESSOR = {
     "image_processor_type": "CLIPImageProcessor",
     "size": {"shortest_edge": 28},
@@ -145,6 +147,19 @@ TINY_FAMILIES = {
         },
         {"image_processor_type": "SiglipImageProcessor", **_SQUARE},
         {"processor_class": "LlavaProcessor", "patch_size": 7, "num_additional_image_tokens": 0},
+        "<image>",
+    ),
+    "llava-next": TinyFamily(
+        "LlavaNextForConditionalGeneration",
+        {
+            "text_config": {**_LLAMA, "model_type": "mistral", "sliding_window": None},
+            "vision_config": _CLIP,
+            "image_token_index": IMAGE,
+            "image_grid_pinpoints": _PINPOINTS,
+            "vision_feature_select_strategy": "default",
+        },
+        {**_CLIP_PROCESSOR, "image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": _PINPOINTS},
+        {"processor_class": "LlavaNextProcessor", "patch_size": 7, "num_additional_image_tokens": 1},
         "<image>",
     ),
     "idefics3": TinyFamily(

@@ -17,6 +17,7 @@ __all__ = ["VISION_FAMILIES", "open_vision"]
 # Architecture -> module here, function in it. They are imported when they are asked for: transformers takes seconds.
 VISION_FAMILIES: Mapping[str, tuple[str, str]] = {
     "LlavaForConditionalGeneration": ("llava", "open_llava"),
+    "LlavaNextForConditionalGeneration": ("llava_next", "open_llava_next"),
     "Idefics3ForConditionalGeneration": ("idefics3", "open_idefics3"),
     "SmolVLMForConditionalGeneration": ("idefics3", "open_smolvlm"),
     "Qwen2VLForConditionalGeneration": ("qwen2_vl", "open_qwen2_vl"),
