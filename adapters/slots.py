@@ -80,8 +80,7 @@ class _Stack:
         return slice(self.out_starts[k], self.out_starts[k + 1])
 
     def set_row_scales(self, slot: int, layer: int, k: int, weights: HostWeights) -> None:
-        if weights.row_scales is None:
-            return
+        assert weights.row_scales is not None
         if self.row_scales is None:
             shape = (self.a.shape[0], self.out_starts[-1])
             self.row_scales = [
@@ -165,7 +164,7 @@ class AdapterSlots:
         self, slot: int, weights: Mapping[Site, HostWeights], sites: Mapping[Site, tuple[Projection, int]]
     ) -> None:
         """All matrices in two calls: an adapter has hundreds, and most of their time would be overhead."""
-        targets, sources, bs, scalings = [], [], [], []
+        targets, sources, bs, scalings, scaled_rows = [], [], [], [], []
         for site, lora in weights.items():
             projection, k = sites[site]
             stack, layer, rank = self._stacks[projection], site.layer or 0, lora.a.shape[0]
@@ -175,12 +174,10 @@ class AdapterSlots:
             bs.append(b)
             scalings.append(lora.scaling)
             stack.ranks[layer, slot, k] = rank
-            stack.set_row_scales(slot, layer, k, lora)
+            if lora.row_scales is not None:
+                stack.set_row_scales(slot, layer, k, lora)
+                scaled_rows.append((b, lora.row_scales))
         torch._foreach_copy_(targets, sources, non_blocking=True)
         torch._foreach_mul_(bs, scalings)
-        for site, lora in weights.items():
-            if lora.row_scales is not None:
-                projection, k = sites[site]
-                stack = self._stacks[projection]
-                b = stack.b[slot, site.layer or 0, : lora.a.shape[0], stack.columns(k)]
-                b *= lora.row_scales.to(b.device, b.dtype)
+        for b, row_scales in scaled_rows:
+            b *= row_scales.to(b.device, b.dtype)

@@ -99,7 +99,8 @@ class ReferenceOps:
             queries = slice(query_starts[s], query_starts[s + 1])
             blocks = batch.block_table[block_starts[s] : block_starts[s + 1]].long()
             keys, values = _gather_context(kv, blocks, context_len)
-            out[queries] = _causal_attention(q[queries], keys, values, scale, window, soft_cap).to(q.dtype)
+            ends = None if batch.visible_ends is None else batch.visible_ends[queries]
+            out[queries] = _causal_attention(q[queries], keys, values, scale, window, soft_cap, ends).to(q.dtype)
         return out.flatten(1)
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -146,7 +147,13 @@ def _gather_context(kv: Tensor, blocks: Tensor, context_len: int) -> tuple[Tenso
 
 
 def _causal_attention(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, soft_cap: float | None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    visible_ends: Tensor | None,
 ) -> Tensor:
     """`q: [n, Hq, D]`, `keys, values: [L, Hk, D]` `-> [n, Hq, D]` float32; the queries are the last n positions."""
     context_len, num_queries = keys.shape[0], q.shape[0]
@@ -162,7 +169,7 @@ def _causal_attention(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     query_pos = torch.arange(first_query, context_len, device=q.device)[:, None]
     key_pos = torch.arange(first_key, context_len, device=q.device)[None, :]
-    visible = key_pos <= query_pos
+    visible = key_pos <= query_pos if visible_ends is None else key_pos < visible_ends[:, None]
     if window is not None:
         visible &= key_pos > query_pos - window
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)

@@ -35,12 +35,20 @@ class PlacedImage:
     image: DecodedImage | None = None  # what they are computed from
     embeddings: Tensor | None = None  # [num_embeddings, H] if they are there already; one of both is
     is_supplied: bool = False  # whether the caller gave the embeddings
+    is_bidirectional: bool = False  # whether the embedded tokens of a range see each other, later ones too
 
     @property
     def span(self) -> tuple[int, int]:
         """From its first embedded token to behind its last: KV from there on depends on the image."""
         embedded = self.layout.embedded
         return self.start + embedded[0][0], self.start + embedded[-1][1]
+
+    @property
+    def whole_ranges(self) -> list[tuple[int, int]]:
+        """The prompt's ranges [start, end) that must be computed in one step."""
+        if not self.is_bidirectional:
+            return []
+        return [(self.start + first, self.start + last) for first, last in self.layout.embedded]
 
     def chunks(self, begin: int, end: int) -> Iterator[Chunk]:
         """Its embeddings that stand at the prompt's tokens [begin, end)."""

@@ -65,7 +65,8 @@ class Attention {
                        .heads = q_.heads,
                        .first_key = std::max<int64_t>(context - std::min(context, options_.window), 0),
                        .end_key = context,
-                       .blocks = sequences.block_table + sequences.block_starts[s]};
+                       .blocks = sequences.block_table + sequences.block_starts[s],
+                       .visible_ends = nullptr};
     add_group(task, divide_up(task.end_key - task.first_key, kDecodeKeys));
   }
 
@@ -86,8 +87,12 @@ class Attention {
                            .first_head = head * group,
                            .heads = group,
                            .first_key = position < options_.window ? 0 : position - options_.window + 1,
-                           .end_key = first_position + end,
-                           .blocks = sequences.block_table + sequences.block_starts[s]};
+                           .end_key = 0,
+                           .blocks = sequences.block_table + sequences.block_starts[s],
+                           .visible_ends = sequences.visible_ends
+                                               ? sequences.visible_ends + sequences.query_starts[s] + begin
+                                               : nullptr};
+        task.end_key = task.visible_end(task.queries - 1);
         add_group(task, std::min(key_parts, divide_up(task.end_key - task.first_key, kMinPrefillKeys)));
       }
     }

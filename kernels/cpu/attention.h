@@ -20,8 +20,10 @@ struct AttentionTask {
   int64_t first_head, heads;     // query heads; decode takes all of them, prefill those of one KV head
   int64_t first_key, end_key;    // positions
   const int32_t* blocks;         // the sequence's block table
+  const int32_t* visible_ends;   // of its queries, never falling; null if none sees beyond itself
 
   int64_t rows() const { return queries * heads; }
+  int64_t visible_end(int64_t query) const { return visible_ends ? visible_ends[query] : first_position + query + 1; }
 };
 
 // Numbers in a row of sums: head_dim, rounded up to a panel (see panels.h).

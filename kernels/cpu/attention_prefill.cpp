@@ -84,13 +84,18 @@ class QueryTile {
   Visible visible(int64_t row, int64_t first_key, int64_t count) const {
     const int64_t position = task_.first_position + row / task_.heads;
     const int64_t begin = position < options_.window ? 0 : position - options_.window + 1;
-    return {std::max<int64_t>(begin - first_key, 0), std::min(position + 1 - first_key, count)};
+    return {std::max<int64_t>(begin - first_key, 0), std::min(task_.visible_end(row / task_.heads) - first_key, count)};
+  }
+
+  int64_t first_query_that_sees(int64_t key) const {
+    if (!task_.visible_ends) return std::max<int64_t>(key - task_.first_position, 0);
+    return std::upper_bound(task_.visible_ends, task_.visible_ends + task_.queries, key) - task_.visible_ends;
   }
 
   // scores = q @ keys, but for the rows that come before a panel's first key
   void score(int64_t first_key, int64_t count) {
     for (int64_t j = 0; j < count; j += kPanelColumns) {
-      const int64_t hidden_queries = std::max<int64_t>(first_key + j - task_.first_position, 0);
+      const int64_t hidden_queries = first_query_that_sees(first_key + j);
       for (int64_t r = hidden_queries * task_.heads; r < rows_; r += kTileRows) {
         const float* panel = keys_ + j * head_dim_;
         multiply_tile(std::min<int64_t>(kTileRows, rows_ - r),

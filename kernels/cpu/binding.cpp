@@ -183,12 +183,18 @@ void check_sequences(const Sequences& s, int64_t tokens, int64_t block_size, int
         throw py::index_error("block " + std::to_string(table[b]) + ", the cache has " + std::to_string(num_blocks));
       }
     }
+    for (int64_t q = 0; s.visible_ends && q < queries; ++q) {
+      const int32_t* ends = s.visible_ends + s.query_starts[i];
+      require(ends[q] > context - queries + q && ends[q] <= context && (q == 0 || ends[q] >= ends[q - 1]),
+              "visible_ends must lie behind each query, within its context, and never fall");
+    }
   }
 }
 
 Tensor paged_attention_op(const Tensor& q, const Tensor& kv, const Tensor& query_starts, const Tensor& context_lens,
-                          const Tensor& block_table, const Tensor& block_starts, double scale,
-                          std::optional<int64_t> window, std::optional<double> soft_cap) {
+                          const Tensor& block_table, const Tensor& block_starts,
+                          const std::optional<Tensor>& visible_ends, double scale, std::optional<int64_t> window,
+                          std::optional<double> soft_cap) {
   use_torch_threads();
   const Heads queries = heads_of(q);
   const PagedKV cache = kv_of(kv);
@@ -199,7 +205,8 @@ Tensor paged_attention_op(const Tensor& q, const Tensor& kv, const Tensor& query
   const Sequences sequences{count, index_data<int32_t>(query_starts, count + 1, message),
                             index_data<int32_t>(context_lens, count, message),
                             index_data<int32_t>(block_table, block_table.numel(), message),
-                            index_data<int32_t>(block_starts, count + 1, message)};
+                            index_data<int32_t>(block_starts, count + 1, message),
+                            visible_ends ? index_data<int32_t>(*visible_ends, queries.tokens, message) : nullptr};
   check_sequences(sequences, queries.tokens, cache.block_size, kv.size(0), block_table.numel());
   AttentionOptions options{.scale = static_cast<float>(scale)};
   if (window) {

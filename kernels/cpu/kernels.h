@@ -92,6 +92,7 @@ void kv_write(Heads k, Heads v, const PagedKV& kv, const int64_t* slots);
 struct Sequences {  // see PagedBatch in mlserve.kernels
   int64_t count;
   const int32_t *query_starts, *context_lens, *block_table, *block_starts;
+  const int32_t* visible_ends;  // null if no query sees beyond itself
 };
 struct AttentionOptions {
   float scale;

@@ -69,6 +69,7 @@ class CpuOps:
             batch.context_lens,
             batch.block_table,
             batch.block_starts,
+            batch.visible_ends,
             scale,
             window,
             soft_cap,

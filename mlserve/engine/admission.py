@@ -38,6 +38,7 @@ class Limits:
     max_model_len: int  # tokens, prompt plus output
     capacity: int  # tokens that the whole KV pool holds
     eos_token_ids: tuple[int, ...] = ()
+    max_step_tokens: int = 2**31  # of one step
 
 
 class RequestFactory:
@@ -81,6 +82,7 @@ class RequestFactory:
         validate_prompt_ids(prompt_ids, self.limits.vocab_size)
         prompt_ids, placed = self._place(prompt_ids, images)
         self._check_length(len(prompt_ids))
+        self._check_images(placed)
         self._check_token_ids(params)
         request = EngineRequest(
             request_id=request_id,
@@ -94,6 +96,7 @@ class RequestFactory:
                 *map(image_mark, placed),
             ),
             images=tuple(placed),
+            rope_positions=None if self._images is None else self._images.rope_positions(len(prompt_ids), placed),
         )
         self._arrivals += 1
         self._add_sequences(request)
@@ -134,6 +137,15 @@ class RequestFactory:
                 "shorten it or raise num_blocks or kv_memory"
             )
 
+    def _check_images(self, images: Seq[PlacedImage]) -> None:
+        for image in images:
+            longest = max((last - first for first, last in image.whole_ranges), default=0)
+            if longest > self.limits.max_step_tokens:
+                raise CapacityError(
+                    f"an image is {longest} tokens, which this model computes in one step, and a step holds "
+                    f"{self.limits.max_step_tokens}: raise max_num_batched_tokens"
+                )
+
     def _check_token_ids(self, params: SamplingParams) -> None:
         size = self.limits.vocab_size
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
@@ -150,6 +162,7 @@ class RequestFactory:
         max_total = min(num_prompt + params.max_tokens, limits.max_model_len, limits.capacity)
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
         bad_words = self._bad_words_ids(params)
+        whole_ranges = tuple(part for image in request.images for part in image.whole_ranges)
         for index in range(params.n):
             token_ids = list(request.prompt_token_ids)
             request.sequences.append(
@@ -167,6 +180,8 @@ class RequestFactory:
                     wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
                     flow=(None, request.options.tenant),
                     images=request.images,
+                    whole_ranges=whole_ranges,
+                    rope_positions=request.rope_positions,
                 )
             )
 

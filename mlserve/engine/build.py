@@ -50,6 +50,7 @@ def build_engine(config: EngineConfig) -> Engine:
         max_model_len=max_model_len(config.model.max_model_len, model.config),
         capacity=blocks * cache_config.block_size,
         eos_token_ids=model.eos_token_ids,
+        max_step_tokens=config.scheduler.max_num_batched_tokens,
     )
     hasher = None
     if cache_config.enable_prefix_caching:

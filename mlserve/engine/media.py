@@ -12,8 +12,10 @@ from torch import Tensor
 from mlserve.cache.marks import Mark, MarkKind, salt_digest
 from mlserve.engine.prompt import ImageText
 from mlserve.errors import PromptError
+from mlserve.model.positions import RopePositions
 from mlserve.vision.encoder import ImageLayout
 from mlserve.vision.encoding import ImageEncoder
+from mlserve.vision.families.mrope import mrope_positions
 from mlserve.vision.identity import ImageIdentity
 from mlserve.vision.image import DecodedImage, ImageLimits, load_image
 from mlserve.vision.match import ImageMatch
@@ -83,7 +85,20 @@ class ImageDesk:
         found = [self._embedded(image) if isinstance(image, Tensor) else self._own(image) for image in images]
         layouts = [image.layout for image in found]
         ids, starts = place_images(prompt_ids, self.marker_id, layouts)
-        return ids, [replace(image, start=start) for image, start in zip(found, starts, strict=True)]
+        bidirectional = self.encoder.model.bidirectional
+        placed = [
+            replace(image, start=start, is_bidirectional=bidirectional)
+            for image, start in zip(found, starts, strict=True)
+        ]
+        return ids, placed
+
+    def rope_positions(self, num_tokens: int, images: Sequence[PlacedImage]) -> RopePositions | None:
+        """Where a prompt's tokens stand, for models to which an image has rows and columns."""
+        if not images or not self.encoder.model.uses_mrope:
+            return None
+        grids = [(image.span[0], image.layout.grid) for image in images if image.layout.grid is not None]
+        positions, offset = mrope_positions(num_tokens, grids)
+        return RopePositions(positions.numpy(), offset)
 
     def _own(self, given: IdentifiedImage) -> PlacedImage:
         model, match = self.encoder.model, given.match

@@ -136,7 +136,9 @@ class Scheduler:
                 chosen[sequence] = 1
         budget -= len(chosen)
         for sequence in prefills:
-            query_len = min(len(sequence.token_ids) - sequence.num_computed, budget)
+            query_len = sequence.chunk_len(sequence.num_computed, budget)
+            if query_len == 0 and budget > 0:
+                return 0  # it needs more of a step than is left: admit nobody, so that there will be
             if query_len > 0 and self._grow(sequence, sequence.num_computed + query_len, chosen):
                 chosen[sequence] = query_len
                 budget -= query_len
@@ -207,7 +209,9 @@ class Scheduler:
                 blocked.overtaken += 1
             if without_slot is not None and sequence.adapter is not None:
                 without_slot.overtaken += 1
-            query_len = min(len(sequence.token_ids) - hit.num_tokens, budget)
+            query_len = sequence.chunk_len(hit.num_tokens, budget)
+            if query_len == 0:
+                return  # it goes first in a later step
             self._admit(sequence, hit, query_len, loads)
             chosen[sequence] = query_len
             if not sequence.request.metrics.preemptions:  # what it repeats was charged before

@@ -13,6 +13,7 @@ from mlserve.request import FinishReason, RequestMetrics, RequestOptions, Sampli
 if TYPE_CHECKING:
     from mlserve.adapters.host import HostAdapter
     from mlserve.adapters.registry import AdapterLease
+    from mlserve.model.positions import RopePositions
     from mlserve.vision.placement import PlacedImage
 
 __all__ = ["EngineRequest", "Flow", "Sequence"]
@@ -45,6 +46,8 @@ class Sequence:
     num_computed: int = 0
     overtaken: int = 0  # how often a later sequence was admitted while this one waited for blocks or for a slot
     images: tuple[PlacedImage, ...] = ()
+    whole_ranges: tuple[tuple[int, int], ...] = ()  # of the prompt, ascending: no step may end within one
+    rope_positions: RopePositions | None = None
     adapter: HostAdapter | None = None
     adapter_start: int = 0  # the first token that the adapter acts on
     adapter_slot: int | None = None  # the device slot that it holds while it runs
@@ -61,6 +64,14 @@ class Sequence:
     def block_table(self) -> array[int]:
         """Blocks that hold the tokens, in order."""
         return self.blocks.table
+
+    def chunk_len(self, start: int, limit: int) -> int:
+        """How many of the tokens from `start` on can be one step's, at most `limit`; 0 if that is too few."""
+        end = min(start + limit, len(self.token_ids))
+        for first, last in self.whole_ranges:
+            if first < end < last:
+                return max(first - start, 0)
+        return end - start
 
     @property
     def is_finished(self) -> bool:
@@ -85,5 +96,6 @@ class EngineRequest:
     options: RequestOptions = field(default_factory=RequestOptions)
     marks: tuple[Mark, ...] = ()
     images: tuple[PlacedImage, ...] = ()
+    rope_positions: RopePositions | None = None
     sequences: list[Sequence] = field(default_factory=list)
     lease: AdapterLease | None = None  # keeps its adapter in memory

@@ -117,6 +117,6 @@ class Decoder:
     def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Cosine and sine of the step's tokens, `[T, D / 2]` each, once for all layers of a kind."""
         return [
-            rotation(positions, frequencies, rope.attention_factor)
+            rotation(positions, frequencies, rope)
             for frequencies, rope in zip(self._frequencies, self.config.ropes, strict=True)
         ]

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mlserve.adapters.linear import StepAdapters
@@ -34,7 +35,7 @@ class ForwardBatch:
     """All tokens of one step, prefill and decode mixed, sequences one after the other. An argument, never a global."""
 
     token_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, or [3, T] if some stand at a frame, row and column (M-RoPE)
     paged: PagedBatch
     logit_rows: Tensor  # [R] int64: rows of [0, T) whose logits are wanted
     adapters: StepAdapters | None = None  # None: no adapter acts on any row
@@ -76,10 +77,42 @@ def build_batch(
         context_lens=int32(context_lens),
         block_table=torch.from_numpy(block_table).to(device, non_blocking=True),
         block_starts=int32([0, *accumulate(map(len, tables))]),
+        visible_ends=_visible_ends(plan, positions, device),
     )
     rows = torch.tensor(logit_rows, dtype=torch.int64).to(device, non_blocking=True)
     logit_adapters = None if adapters is None else adapters.select(logit_rows)
-    return ForwardBatch(int64(token_ids), int64(positions), paged, rows, adapters, logit_adapters, images)
+    at = _rope_positions(plan, np.frombuffer(positions, dtype=np.int64))
+    at_device = torch.from_numpy(at).to(device, non_blocking=True)
+    return ForwardBatch(int64(token_ids), at_device, paged, rows, adapters, logit_adapters, images)
+
+
+def _visible_ends(plan: StepPlan[SequenceT], positions: array[int], device: torch.device) -> Tensor | None:
+    if not any(sequence.whole_ranges for sequence in plan.sequences):
+        return None
+    ends = np.frombuffer(positions, dtype=np.int64).astype(np.int32) + 1
+    begin = 0
+    for sequence, query_len in zip(plan.sequences, plan.query_lens, strict=True):
+        computed = sequence.num_computed
+        for first, last in sequence.whole_ranges:
+            low, high = max(first - computed, 0), min(last - computed, query_len)
+            if low < high:
+                ends[begin + low : begin + high] = last
+        begin += query_len
+    return torch.from_numpy(ends).to(device, non_blocking=True)
+
+
+def _rope_positions(plan: StepPlan[SequenceT], indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`[T]` as they are, or `[3, T]` if a sequence has positions of its own."""
+    if all(sequence.rope_positions is None for sequence in plan.sequences):
+        return indices
+    positions = np.tile(indices, (3, 1))
+    begin = 0
+    for sequence, query_len in zip(plan.sequences, plan.query_lens, strict=True):
+        own, computed = sequence.rope_positions, sequence.num_computed
+        if own is not None:
+            positions[:, begin : begin + query_len] = own.chunk(computed, computed + query_len)
+        begin += query_len
+    return positions
 
 
 def image_pieces(plan: StepPlan[SequenceT]) -> list[tuple[PlacedImage, Chunk]]:

@@ -11,6 +11,7 @@ from mlserve.request import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from mlserve.adapters.host import HostAdapter
+    from mlserve.model.positions import RopePositions
     from mlserve.vision.placement import PlacedImage
 
 __all__ = ["PlannedSequence", "SamplingRow", "SlotLoad", "StepPlan", "StepResult"]
@@ -74,6 +75,16 @@ class PlannedSequence(SamplingRow, Protocol):
     @property
     def images(self) -> Sequence[PlacedImage]:
         """The images in its prompt."""
+        ...
+
+    @property
+    def whole_ranges(self) -> Sequence[tuple[int, int]]:
+        """Ranges of the prompt whose tokens see each other; each is computed in one step."""
+        ...
+
+    @property
+    def rope_positions(self) -> RopePositions | None:
+        """Its tokens' positions, if they aren't their indices."""
         ...
 
     @property

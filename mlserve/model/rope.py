@@ -47,15 +47,22 @@ class Rope:
     frequencies: tuple[float, ...]  # [R / 2], exact float32 values
     attention_factor: float  # on cosine and sine
     max_positions: int  # positions from here on would be rotated wrongly
+    # M-RoPE: how many of the frequencies, in order, turn by frame, by row and by column. None: all by the one position.
+    sections: tuple[int, int, int] | None = None
 
 
-def rotation(positions: Tensor, frequencies: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine for `positions: [T]` and `frequencies: [R / 2]`: `[T, R / 2]` float32 each."""
-    angles = positions.float()[:, None] * frequencies
+def rotation(positions: Tensor, frequencies: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    """Cosine and sine for `positions: [T]`, or `[3, T]` with M-RoPE, and the rope's `frequencies: [R / 2]` as a tensor:
+    `[T, R / 2]` float32 each."""
+    if positions.dim() == 1 or rope.sections is None:
+        angles = (positions if positions.dim() == 1 else positions[0]).float()[:, None] * frequencies
+    else:
+        parts = zip(positions.float(), frequencies.split_with_sizes(rope.sections), strict=True)
+        angles = torch.cat([component[:, None] * part for component, part in parts], dim=1)
     cos, sin = angles.cos(), angles.sin()
-    if attention_factor != 1.0:
-        cos *= attention_factor
-        sin *= attention_factor
+    if rope.attention_factor != 1.0:
+        cos *= rope.attention_factor
+        sin *= rope.attention_factor
     return cos, sin
 
 
@@ -77,6 +84,8 @@ def rope_from_parameters(params: Mapping[str, Any], head_dim: int, max_positions
 
     Raises `UnsupportedModelError` naming an unknown scaling, an unknown parameter, or a value out of range.
     """
+    params = dict(params)
+    sections = params.pop("mrope_section", None)
     scaling = _scaling(params)
     unknown = params.keys() - _KNOWN_KEYS[scaling] - {"rope_type", "type", "rope_theta"}
     if unknown:
@@ -88,11 +97,23 @@ def rope_from_parameters(params: Mapping[str, Any], head_dim: int, max_positions
         raise wrong_setting("rope_theta", theta, "a number above 1")
     base = theta**exponents  # [R / 2]: radians per position are 1 / base
     frequencies, attention_factor, limit = _SCALINGS[scaling](settings, base, max_positions)
-    return Rope(scaling, tuple(frequencies.tolist()), attention_factor, limit)
+    return Rope(scaling, tuple(frequencies.tolist()), attention_factor, limit, _sections(sections, len(base)))
+
+
+def _sections(value: Any, num_frequencies: int) -> tuple[int, int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 3 or not all(type(part) is int and part >= 0 for part in value):
+        raise wrong_setting("mrope_section", value, "a list of three whole numbers")
+    if sum(value) != num_frequencies:
+        raise wrong_setting("mrope_section", value, f"three numbers that sum to {num_frequencies}")
+    return (value[0], value[1], value[2])
 
 
 def _scaling(params: Mapping[str, Any]) -> RopeScaling:
     name = params.get("rope_type", params.get("type", "default"))
+    if name == "mrope":  # how early configs say that there is an mrope_section
+        name = "default"
     try:
         return RopeScaling(name)
     except ValueError:

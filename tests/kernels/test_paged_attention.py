@@ -165,3 +165,54 @@ def test_bad_batches_are_refused(native: CpuOps) -> None:
         attend(q=torch.zeros(2, 3, 8))
     with pytest.raises(ValueError, match="window"):
         attend(window=0)
+
+
+def visible_ends(batch: PagedBatch, span: int) -> Tensor:
+    """Each query sees up to the end of its run of `span` positions, or of its context."""
+    query_lens = batch.query_starts.diff().tolist()
+    ends = []
+    for queries, context in zip(query_lens, batch.context_lens.tolist(), strict=True):
+        positions = torch.arange(context - queries, context)
+        ends.append(((positions // span + 1) * span).clamp(max=context))
+    return torch.cat(ends).int()
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("span", [1, 5, 64, 1000])
+@pytest.mark.parametrize("lengths", [DECODE, PREFILL, CHUNKED, MIXED], ids=["decode", "prefill", "chunked", "mixed"])
+def test_queries_that_see_beyond_themselves(
+    native: CpuOps, reference: ReferenceOps, lengths: Lengths, span: int, window: int | None
+) -> None:
+    batch, num_blocks = ragged_batch(lengths, 16)
+    causal = batch
+    batch = dataclasses.replace(batch, visible_ends=visible_ends(batch, span))
+    kv = layer_of_pool(batch, num_blocks, 16, 2, 64, torch.float32, window)
+    q = torch.randn(int(batch.query_starts[-1]), 6, 64) * 2
+    poison_scratch(native)
+    out = native.paged_attention(q, kv, batch, scale=0.125, window=window)
+    assert_close(out, reference.paged_attention(q, kv, batch, scale=0.125, window=window), ATTENTION)
+    if span == 1:
+        assert_close(out, reference.paged_attention(q, kv, causal, scale=0.125, window=window), ATTENTION)
+
+
+def test_the_reference_sees_up_to_the_end(reference: ReferenceOps) -> None:
+    """Two sequences' worth of keys with the value of their position: the mean of those that are seen."""
+    batch, num_blocks = ragged_batch([(4, 6)], 4)
+    kv = torch.zeros(num_blocks, 2, 4, 1, 8)
+    slots = context_slots(batch, 0, 4)
+    kv[slots // 4, 1, slots % 4] = torch.arange(6.0)[:, None, None].expand(6, 1, 8)
+    ends = torch.tensor([3, 6, 6, 6], dtype=torch.int32)
+    out = reference.paged_attention(torch.zeros(4, 1, 8), kv, dataclasses.replace(batch, visible_ends=ends), scale=1.0)
+    assert out[:, 0].tolist() == pytest.approx([1.0, 2.5, 2.5, 2.5])
+    out = reference.paged_attention(
+        torch.zeros(4, 1, 8), kv, dataclasses.replace(batch, visible_ends=ends), scale=1.0, window=3
+    )
+    assert out[:, 0].tolist() == pytest.approx([1.0, 3.0, 3.5, 4.0])  # from p - 2 on
+
+
+@pytest.mark.parametrize("ends", [[3, 6, 5, 6], [2, 6, 6, 6], [3, 6, 6, 7], [3, 6, 6]])
+def test_wrong_visible_ends_are_refused(native: CpuOps, ends: list[int]) -> None:
+    batch, num_blocks = ragged_batch([(4, 6)], 4)
+    batch = dataclasses.replace(batch, visible_ends=torch.tensor(ends, dtype=torch.int32))
+    with pytest.raises(ValueError, match="visible_ends|index tensors"):
+        native.paged_attention(torch.zeros(4, 1, 8), torch.zeros(num_blocks, 2, 4, 1, 8), batch, scale=1.0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mlserve.errors import UnsupportedModelError
-from mlserve.model.rope import RopeScaling, rope_from_config, rope_from_parameters, rotation
+from mlserve.model.rope import Rope, RopeScaling, rope_from_config, rope_from_parameters, rotation
 from mlserve.model.settings import Settings
 
 
@@ -22,9 +22,29 @@ def test_default_frequencies_are_powers_of_theta() -> None:
 
 
 def test_rotation_is_cosine_and_sine_of_the_angles() -> None:
-    cos, sin = rotation(torch.tensor([0, 3]), torch.tensor([1.0, 0.5]), 2.0)
+    rope = Rope(RopeScaling.DEFAULT, (1.0, 0.5), attention_factor=2.0, max_positions=10)
+    cos, sin = rotation(torch.tensor([0, 3]), torch.tensor(rope.frequencies), rope)
     assert cos.tolist() == [[2.0, 2.0], pytest.approx([2 * math.cos(3.0), 2 * math.cos(1.5)])]
     assert sin.tolist() == [[0.0, 0.0], pytest.approx([2 * math.sin(3.0), 2 * math.sin(1.5)])]
+
+
+def test_m_rope_turns_each_section_by_its_own_component() -> None:
+    scaling = {"type": "mrope", "mrope_section": [1, 2, 1]}
+    rope = rope_from_config(config(rope_scaling=scaling), head_dim=8)
+    assert (rope.scaling, rope.sections) == (RopeScaling.DEFAULT, (1, 2, 1))
+    frequencies = torch.tensor(rope.frequencies)
+    positions = torch.tensor([[1, 2], [30, 40], [500, 600]])
+    cos, _ = rotation(positions, frequencies, rope)
+    by_frequency = torch.tensor([[1, 30, 30, 500], [2, 40, 40, 600]])
+    torch.testing.assert_close(cos, (by_frequency * frequencies).cos())
+    same, _ = rotation(torch.tensor([7, 7]), frequencies, rope)
+    torch.testing.assert_close(same, (7 * frequencies).cos().expand(2, 4))
+
+
+@pytest.mark.parametrize("section", [[1, 2], [1, 2, 3], [4, "x", 0], 4])
+def test_m_rope_sections_must_fit(section: object) -> None:
+    with pytest.raises(UnsupportedModelError, match="mrope_section"):
+        rope_from_config(config(rope_scaling={"type": "mrope", "mrope_section": section}), head_dim=8)
 
 
 def test_old_and_new_spelling_are_the_same() -> None:
@@ -66,7 +86,7 @@ def test_llama3_keeps_short_wavelengths_and_stretches_long_ones() -> None:
     ("params", "named"),
     [
         ({"rope_type": "su"}, "'su'"),
-        ({"type": "mrope", "mrope_section": [1, 2]}, "'mrope'"),
+        ({"type": "mrope", "mrope_section": [1, 2]}, "mrope_section"),
         ({"rope_type": "linear"}, "no factor"),
         ({"rope_type": "linear", "factor": "two"}, "factor as 'two'"),
         ({"rope_type": "linear", "factor": -2.0}, "factor as -2.0"),
