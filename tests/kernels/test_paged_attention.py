@@ -214,5 +214,5 @@ def test_the_reference_sees_up_to_the_end(reference: ReferenceOps) -> None:
 def test_wrong_visible_ends_are_refused(native: CpuOps, ends: list[int]) -> None:
     batch, num_blocks = ragged_batch([(4, 6)], 4)
     batch = dataclasses.replace(batch, visible_ends=torch.tensor(ends, dtype=torch.int32))
-    with pytest.raises(ValueError, match="visible_ends|index tensors"):
+    with pytest.raises(ValueError, match=r"visible_ends|index tensors"):
         native.paged_attention(torch.zeros(4, 1, 8), torch.zeros(num_blocks, 2, 4, 1, 8), batch, scale=1.0)
