@@ -133,6 +133,8 @@ def _checked_content(content: object, name: str, takes_images: bool) -> str | li
             parts.append({"type": "text", "text": text})
         elif kind == "image" and takes_images:
             parts.append({"type": "image"})
+        elif kind in ("image", "image_url", "image_embeds"):
+            raise PromptError(f"{name} has an image, and the model takes none: use a vision-language model")
         else:
             raise PromptError(f"{name} has the content part {_short(part)}: give {{'type': 'text', 'text': '...'}}")
     has_images = any(part["type"] == "image" for part in parts)
