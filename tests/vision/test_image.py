@@ -318,6 +318,16 @@ def test_a_jpeg_whose_header_goes_on_for_ever_is_refused() -> None:
             load_image(b"\xff\xd8" + filler * 5000 + encode(flat(), "JPEG")[2:])
 
 
+def test_a_jpeg_of_two_sizes_is_refused() -> None:
+    """Limits hold for the first, and Pillow would take the last."""
+    data = encode(flat(size=(8, 8)), "JPEG")
+    start = data.index(b"\xff\xc0")
+    end = start + 2 + int.from_bytes(data[start + 2 : start + 4], "big")
+    larger = data[start : start + 5] + struct.pack(">HH", 9000, 9000) + data[start + 9 : end]
+    with pytest.raises(CorruptImageError, match="says 8x8 pixels and then 9000x9000: send an undamaged file"):
+        load_image(data[:end] + larger + data[end:])
+
+
 def test_data_urls_that_are_damaged() -> None:
     payload = base64.b64encode(encode(flat())).decode()
     for url in (f"data:image/png,{payload}", "data:image/png;base64", f"data:{payload}"):
