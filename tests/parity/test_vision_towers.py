@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from PIL import Image
-from tiny_vision import TINY_FAMILIES, open_tiny_vlm, write_tiny_vlm
+from tiny_vision import TINY_FAMILIES, open_tiny_vlm, picture, write_tiny_vlm
 from torch import Tensor
 
 from mlserve.model.checkpoint import read_json
@@ -37,14 +36,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-not-averaged": ("gemma3", {"mm_tokens_per_image": 16}),
 }
 SIZES = [(28, 28), (40, 61), (200, 90), (3, 50), (70, 1), (1, 120), (64, 64)]  # width, height
-
-
-def picture(width: int, height: int, seed: int = 0) -> DecodedImage:
-    """Noise over a gradient: neighbouring pixels differ, and so do distant regions."""
-    noise = np.random.default_rng([seed, width, height]).integers(0, 128, (height, width, 3))
-    noise[..., 0] += np.linspace(0, 127, width, dtype=np.int64)
-    noise[..., 1] += np.linspace(0, 127, height, dtype=np.int64)[:, None]
-    return DecodedImage(noise.astype(np.uint8))
 
 
 class Reference:

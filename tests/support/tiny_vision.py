@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from tiny import BOS, EOS, IM_END, IMAGE, PAD, SPECIAL_TOKENS, VOCABULARY, write_tokenizer
@@ -30,6 +31,7 @@ from mlserve.engine.tokenizer import load_tokenizer
 from mlserve.model.checkpoint import Checkpoint, read_json
 from mlserve.vision.encoder import VisionModel
 from mlserve.vision.families import open_vision
+from mlserve.vision.image import DecodedImage
 
 FIRST_UNUSED = 256 + len(SPECIAL_TOKENS)
 
@@ -280,6 +282,14 @@ def open_tiny_vlm(folder: Path, **options: Any) -> VisionModel:
         lambda text: tokenizer.encode(text, add_special_tokens=False),
         **options,
     )
+
+
+def picture(width: int, height: int, seed: int = 0) -> DecodedImage:
+    """Noise over a gradient: neighbouring pixels differ, and so do distant regions."""
+    noise = np.random.default_rng([seed, width, height]).integers(0, 128, (height, width, 3))
+    noise[..., 0] += np.linspace(0, 127, width, dtype=np.int64)
+    noise[..., 1] += np.linspace(0, 127, height, dtype=np.int64)[:, None]
+    return DecodedImage(noise.astype(np.uint8))
 
 
 def _random_model(architecture: str, config: dict[str, Any], seed: int) -> Any:

@@ -42,7 +42,7 @@ def open_gemma3(files: VisionFiles) -> Gemma3Vision:
     check_processed_size(processor, config.vision_config.image_size)
     config.vision_config.vision_use_head = False  # a pooling whose result nobody asks for
     module = without_language_part(Gemma3Model, config, "language_model")
-    return Gemma3Vision(load_tower(module, config, processor, files), config)
+    return Gemma3Vision(load_tower(module, config.to_dict(), processor, files), config)
 
 
 def _check_pooling(config: Any) -> None:

@@ -101,7 +101,7 @@ def _open(config_class: Any, model_class: Any, files: VisionFiles) -> Idefics3Vi
     processor = open_processor(files.folder)
     check_processed_size(processor, config.vision_config.image_size)
     module = without_language_part(model_class, config, "text_model")
-    return Idefics3Vision(load_tower(module, config, processor, files), config, files.encode_text)
+    return Idefics3Vision(load_tower(module, config.to_dict(), processor, files), config, files.encode_text)
 
 
 class Idefics3Vision(TowerVision):

@@ -29,15 +29,20 @@ IMAGE_TOKEN = "<image>"
 _CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}  # that a tower puts before the patches
 
 
-def open_llava(files: VisionFiles) -> LlavaVision:
-    """Open `LlavaForConditionalGeneration`."""
+def open_llava(files: VisionFiles) -> TowerVision:
+    """Open `LlavaForConditionalGeneration`, with a tower of transformers' or of open_clip's."""
+    vision_config = files.config.get("vision_config")
+    if isinstance(vision_config, Mapping) and vision_config.get("model_type") == "open_clip":
+        from mlserve.vision.families.open_clip_llava import open_open_clip_llava  # open_clip takes seconds to import
+
+        return open_open_clip_llava(files)
     config = model_config(LlavaConfig, files)
     prepare_tower_config(config.vision_config)
     check_token(files.encode_text, IMAGE_TOKEN, config.image_token_id)
     processor = open_processor(files.folder)
     check_processed_size(processor, config.vision_config.image_size)
     module = without_language_part(LlavaModel, config, "language_model")
-    return LlavaVision(load_tower(module, config, processor, files), config)
+    return LlavaVision(load_tower(module, config.to_dict(), processor, files), config)
 
 
 def prepare_tower_config(tower: Any) -> None:

@@ -41,7 +41,7 @@ def open_llava_next(files: VisionFiles) -> LlavaNextVision:
     _check_tiles(processor, config)
     check_processed_size(processor, config.vision_config.image_size)
     module = without_language_part(LlavaNextModel, config, "language_model")
-    return LlavaNextVision(load_tower(module, config, processor, files), config)
+    return LlavaNextVision(load_tower(module, config.to_dict(), processor, files), config)
 
 
 def _check_tiles(processor: Any, config: Any) -> None:

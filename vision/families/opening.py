@@ -26,7 +26,7 @@ _VISION_NAME = re.compile(
 )
 # Stored by some checkpoints and without any influence on embeddings: buffers that are computed anew, and the layers
 # behind the patches' last hidden states.
-_UNUSED_NAME = re.compile(r".*\.position_ids|(model\.)?vision_tower\.(vision_model\.)?head\..*")
+_UNUSED_NAME = re.compile(r".*\.position_ids|(model\.)?vision_tower\.((vision_model\.)?head\..*|proj|ln_post\..*)")
 # Where transformers 4 and 5 put what the modules call by the shorter name.
 _SPELLINGS: tuple[Callable[[str], str], ...] = (
     lambda name: name,
@@ -65,14 +65,14 @@ class Tower:
         return pixels.to(self.device, self.dtype)
 
 
-def model_config(config_class: Any, files: VisionFiles) -> Any:
+def model_config(config_class: Any, files: VisionFiles, **overrides: Any) -> Any:
     """The model's config with the defaults of its class filled in. Raises `UnsupportedModelError`."""
     if files.config.get("quantization_config"):
         raise UnsupportedModelError(
             "the setting quantization_config is not served for models with images: use a model without it"
         )
     try:
-        return config_class(**files.config)
+        return config_class(**{**files.config, **overrides})
     except Exception as error:  # which one depends on the setting and on transformers' version
         raise UnsupportedModelError(f"transformers refuses the model's config ({error}): mend config.json") from error
 
@@ -127,8 +127,12 @@ def without_weights(build: Callable[[], nn.Module]) -> nn.Module:
         return build().eval()
 
 
-def load_tower(module: nn.Module, config: Any, processor: Any, files: VisionFiles, prefix: str = "") -> Tower:
+def load_tower(
+    module: nn.Module, settings: Mapping[str, Any], processor: Any, files: VisionFiles, prefix: str = ""
+) -> Tower:
     """Read a module's weights from the checkpoint, where their names begin with `prefix`.
+
+    settings: the model's config, by which the digest tells it from others.
 
     Raises `CorruptWeightsError` naming the first tensor that is missing, misshapen, unknown or not finite.
     """
@@ -136,8 +140,8 @@ def load_tower(module: nn.Module, config: Any, processor: Any, files: VisionFile
     wanted = {key: tuple(value.shape) for key, value in module.state_dict().items()}
     names = {key: _stored_name(prefix + key, shape, source) for key, shape in wanted.items()}
     _refuse_unknown(source, frozenset(names.values()))
-    settings = config.to_dict() | {"text_config": None, "transformers_version": None}
-    described = [transformers.__version__, str(files.dtype), settings, type(processor).__name__, processor.to_dict()]
+    of_images = {key: value for key, value in settings.items() if key not in ("text_config", "transformers_version")}
+    described = [transformers.__version__, str(files.dtype), of_images, type(processor).__name__, processor.to_dict()]
     digest = xxhash.xxh3_128(json.dumps(described, sort_keys=True).encode())
     state = {}
     for key, name in names.items():

@@ -66,7 +66,7 @@ def _open(config_class: Any, tower_class: Any, size_key: str, files: VisionFiles
     processor = open_processor(files.folder)
     _check_processor(processor, config.vision_config)
     module = without_weights(lambda: tower_class(config.vision_config))
-    tower = load_tower(module, config, processor, files, prefix="visual.")
+    tower = load_tower(module, config.to_dict(), processor, files, prefix="visual.")
     return Qwen2Vision(tower, config.image_token_id, getattr(config.vision_config, size_key))
 
 
