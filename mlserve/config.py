@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
+EMBEDDED_VISION_MODEL = "tiny-vision"  # a small tower in front of the embedded model
 
 
 class DType(StrEnum):
@@ -145,7 +146,9 @@ class ImageConfig:
 class ModelOptions:
     """Which model, and how it is held."""
 
-    model: str = _option(EMBEDDED_MODEL, "the embedded model's name, a folder, a .gguf file, or a Hugging Face hub id")
+    model: str = _option(
+        EMBEDDED_MODEL, "an embedded model (smollm2-135m-instruct or tiny-vision), a folder, a .gguf file, or a hub id"
+    )
     dtype: DType = _option(DType.FLOAT32, "how weights are stored: float32, bfloat16 or float16")
     device: str = _option("auto", "auto, cpu or cuda")
     max_model_len: int | None = _option(None, "longest prompt plus output; default: what the model was made for")

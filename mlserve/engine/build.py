@@ -59,7 +59,7 @@ def build_engine(config: EngineConfig) -> Engine:
     slots = AdapterSlots(
         base_shape(model.config), adapter_config.max_loras, adapter_config.max_lora_rank, model.dtype, device
     )
-    tokenizer = load_tokenizer(model.tokenizer_source)
+    tokenizer = load_tokenizer(model.tokenizer_source, model.chat_template)
     images = _images(model, tokenizer, config.images)
     encoder = None if images is None else images.encoder
     runner = _runner(model, blocks, cache_config.block_size, dtype, slots, encoder)  # after all that may refuse options

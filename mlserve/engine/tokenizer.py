@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import tokenizers
@@ -18,14 +19,19 @@ from mlserve.errors import ModelNotFoundError, PromptError
 __all__ = ["Tokenizer", "load_tokenizer"]
 
 
-def load_tokenizer(source: str | Path) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face folder or of a GGUF file. Raises `ModelError` if that fails."""
+def load_tokenizer(source: str | Path, chat_template: str | None = None) -> Tokenizer:
+    """Load the tokenizer of a Hugging Face folder or of a GGUF file, with that template in place of its own.
+
+    Raises `ModelError` if that fails.
+    """
     path = Path(source)
     if path.is_dir():
-        return Tokenizer(read_folder(path))
-    if path.is_file():
-        return Tokenizer(read_gguf(path))
-    raise ModelNotFoundError(f"there is no model at {str(path)!r}: give a folder or a .gguf file")
+        parts = read_folder(path)
+    elif path.is_file():
+        parts = read_gguf(path)
+    else:
+        raise ModelNotFoundError(f"there is no model at {str(path)!r}: give a folder or a .gguf file")
+    return Tokenizer(parts if chat_template is None else replace(parts, chat_template=chat_template))
 
 
 class Tokenizer:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 
-from mlserve.config import DType, ModelOptions
+from mlserve.config import EMBEDDED_MODEL, DType, ModelOptions
 from mlserve.errors import ConfigError
 from mlserve.kernels import Ops
 from mlserve.kernels.dispatch import select
@@ -38,6 +38,7 @@ class LoadedModel:
 
     decoder: Decoder
     tokenizer_source: Path  # a folder with tokenizer files, or a .gguf file
+    chat_template: str | None  # in place of the tokenizer's own
     dtype: torch.dtype  # of stored weights
     digest: bytes  # of weights, config and dtype: models of one digest make the same KV
     eos_token_ids: tuple[int, ...]
@@ -67,7 +68,9 @@ class _ModelFiles:
     weight_files: list[Path]
     norm_offset: float
     eos_token_ids: tuple[int, ...]
+    tokenizer_source: Path
     vision: VisionCheckpoint | None = None
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,8 @@ def load_model(options: ModelOptions) -> LoadedModel:
     weights = WeightBuilder(config, files.tensors, ops, dtype, model.device, files.norm_offset).build()
     return LoadedModel(
         decoder=Decoder(config, weights, ops),
-        tokenizer_source=model.path,
+        tokenizer_source=files.tokenizer_source,
+        chat_template=files.chat_template,
         dtype=dtype,
         digest=_digest(files.weight_files, config, dtype),
         eos_token_ids=files.eos_token_ids,
@@ -130,6 +134,8 @@ def _device(name: str) -> torch.device:
 
 def _open_folder(folder: Path) -> _ModelFiles:
     whole = read_json(folder / "config.json")
+    if "base_model" in whole:
+        return _open_vision_part(folder, whole)
     config = text_config(whole)
     family = family_of(config)  # before weights are looked at: the architecture is the likelier thing to be wrong
     generation_file = folder / "generation_config.json"
@@ -138,9 +144,25 @@ def _open_folder(folder: Path) -> _ModelFiles:
     checkpoint = Checkpoint(folder)
     ends = _token_ids("eos_token_id", eos)
     if config is whole:
-        return _ModelFiles(config, checkpoint, checkpoint.files, family.norm_offset, ends)
+        return _ModelFiles(config, checkpoint, checkpoint.files, family.norm_offset, ends, folder)
     vision = VisionCheckpoint(whole, folder, checkpoint)
-    return _ModelFiles(config, TextTensors(checkpoint), checkpoint.files, family.norm_offset, ends, vision)
+    tensors = TextTensors(checkpoint)
+    return _ModelFiles(config, tensors, checkpoint.files, family.norm_offset, ends, folder, vision)
+
+
+def _open_vision_part(folder: Path, config: Mapping[str, Any]) -> _ModelFiles:
+    """A folder with tower and projector only, in front of the embedded model."""
+    if config["base_model"] != EMBEDDED_MODEL:
+        raise wrong_setting("base_model", config["base_model"], f"{EMBEDDED_MODEL!r}, or absent")
+    base = _open_gguf(find_model(EMBEDDED_MODEL))
+    checkpoint = Checkpoint(folder)
+    template = folder / "chat_template.jinja"
+    return replace(
+        base,
+        weight_files=[*base.weight_files, *checkpoint.files],
+        vision=VisionCheckpoint(config, folder, checkpoint),
+        chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
+    )
 
 
 def _open_gguf(path: Path) -> _ModelFiles:
@@ -149,7 +171,7 @@ def _open_gguf(path: Path) -> _ModelFiles:
     decoder_config(config)  # names a wrong setting before tensors are looked up by it
     fields = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     ends = [header.metadata[field] for field in fields if field in header.metadata]
-    return _ModelFiles(config, GGUFTensors(header, config), [path], 0.0, _token_ids(fields[0], ends))
+    return _ModelFiles(config, GGUFTensors(header, config), [path], 0.0, _token_ids(fields[0], ends), path)
 
 
 def _token_ids(key: str, value: Any) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ import importlib.util
 import re
 from pathlib import Path
 
-from mlserve.config import EMBEDDED_MODEL
+from mlserve import vision
+from mlserve.config import EMBEDDED_MODEL, EMBEDDED_VISION_MODEL
 from mlserve.errors import ModelNotFoundError, UnsupportedModelError
 
 __all__ = ["find_model"]
@@ -23,6 +24,8 @@ def find_model(name: str) -> Path:
     """
     if name == EMBEDDED_MODEL:
         return _embedded()
+    if name == EMBEDDED_VISION_MODEL:
+        return Path(vision.__file__).parent / "tiny"
     path = Path(name).expanduser()
     if path.is_dir():
         return _checked_folder(path)

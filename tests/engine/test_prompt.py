@@ -160,7 +160,7 @@ def test_other_keys_reach_the_template_unless_they_are_null(tokenizer: Tokenizer
         ([user(7)], "message 0 has the content 7"),
         ([user(["a"])], "content part 'a'"),
         ([user([{"type": "text", "text": None}])], "content part"),
-        ([user([{"type": "image_url", "image_url": {"url": "x"}}])], "content part"),
+        ([user([{"type": "image_url", "image_url": {"url": "x"}}])], "message 0 has an image"),
         ([user("a") | {"extra": object()}], "a object: send plain JSON values"),
         ([user("\ud800")], "can't be encoded"),
     ],

@@ -38,11 +38,12 @@ def open_llava(files: VisionFiles) -> TowerVision:
         return open_open_clip_llava(files)
     config = model_config(LlavaConfig, files)
     prepare_tower_config(config.vision_config)
-    check_token(files.encode_text, IMAGE_TOKEN, config.image_token_id)
+    image_token = files.config.get("image_token", IMAGE_TOKEN)
+    check_token(files.encode_text, image_token, config.image_token_id)
     processor = open_processor(files.folder)
     check_processed_size(processor, config.vision_config.image_size)
     module = without_language_part(LlavaModel, config, "language_model")
-    return LlavaVision(load_tower(module, config.to_dict(), processor, files), config)
+    return LlavaVision(load_tower(module, config.to_dict(), processor, files), config, image_token)
 
 
 def prepare_tower_config(tower: Any) -> None:
@@ -65,8 +66,8 @@ def num_features(config: Any) -> int:
 class LlavaVision(TowerVision):
     """All images become squares of the same size, and the same number of tokens."""
 
-    def __init__(self, tower: Tower, config: Any) -> None:
-        super().__init__(tower, IMAGE_TOKEN, config.image_token_id, config.text_config.hidden_size)
+    def __init__(self, tower: Tower, config: Any, image_token: str) -> None:
+        super().__init__(tower, image_token, config.image_token_id, config.text_config.hidden_size)
         self._layout = ImageLayout.of([self.placeholder_id] * num_features(config), self.placeholder_id)
 
     def layout(self, width: int, height: int) -> ImageLayout:
