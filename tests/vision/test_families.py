@@ -249,6 +249,18 @@ def test_bfloat16(family: str, tmp_path: Path) -> None:
     assert 0 < error < 0.03
 
 
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_dtype_in_the_config_is_that_of_storage_only(family: str, tmp_path: Path) -> None:
+    folder = write_tiny_vlm(tmp_path, family)
+    [expected] = open_tiny_vlm(folder).encode([picture(40, 61)])
+    with edited(folder, "config.json") as config:
+        for part in (config, config["vision_config"], config["text_config"]):
+            part.pop("dtype", None)
+            part["torch_dtype"] = "bfloat16"
+    [found] = open_tiny_vlm(folder).encode([picture(40, 61)])
+    assert found.equal(expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_on_a_gpu(family: str, tmp_path: Path) -> None:
