@@ -46,6 +46,7 @@ from mlserve.errors import (
 from mlserve.request import (
     CompletionOutput,
     FinishReason,
+    ImageReport,
     RequestMetrics,
     RequestOptions,
     RequestOutput,
@@ -78,6 +79,7 @@ __all__ = [
     "ImageError",
     "ImageFetchError",
     "ImageLimitError",
+    "ImageReport",
     "ImageSourceError",
     "KernelBuildError",
     "MlserveError",

@@ -103,6 +103,7 @@ class LLM:
         *,
         adapter: AdapterName | Sequence[AdapterName] = None,
         images: Sequence[Sequence[Image]] | None = None,
+        image_identity: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         progress: bool | None = None,
@@ -112,6 +113,7 @@ class LLM:
         sampling_params, adapter: one for all, or one for each prompt.
         images: for each prompt those that its image placeholders stand for: PIL images, paths, bytes, data URLs, or
             embeddings `[n, H]` as a tensor.
+        image_identity: "exact", or what the engine's option of that name is; by default the latter.
         priority: lower goes first; needs the option policy='priority'.
         cache_salt: cached KV is shared only between requests of the same salt.
         progress: show a progress bar; by default for long batches on a terminal.
@@ -127,7 +129,7 @@ class LLM:
         requests = []
         for number, (prompt, params, name, own) in enumerate(zip(batch, all_params, names, all_images, strict=True)):
             with _naming(number, len(batch)):
-                given = self._identified(own, cache_salt)
+                given = self._identified(own, cache_salt, image_identity)
                 requests.append(self._prepare(prompt, params, RequestOptions(name, priority, cache_salt), given))
         return self._complete(requests, progress)
 
@@ -137,6 +139,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: AdapterName | Sequence[AdapterName] = None,
+        image_identity: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         progress: bool | None = None,
@@ -158,6 +161,7 @@ class LLM:
             sampling_params,
             adapter=adapter,
             images=images,
+            image_identity=image_identity,
             priority=priority,
             cache_salt=cache_salt,
             progress=progress,
@@ -169,6 +173,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         adapter: AdapterName = None,
+        image_identity: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Iterator[StreamOutput]:
@@ -179,7 +184,7 @@ class LLM:
         """
         given, images = self._laid_out(prompt) if _is_conversation(prompt) else (cast(Prompt, prompt), [])
         options = RequestOptions(adapter, priority, cache_salt)
-        identified = self._identified(images, cache_salt)
+        identified = self._identified(images, cache_salt, image_identity)
         return self._read(self._prepare(given, sampling_params or SamplingParams(), options, identified))
 
     def load_adapter(self, name: str, path: str | Path | None = None, *, pinned: bool = False) -> AdapterInfo:
@@ -215,11 +220,13 @@ class LLM:
         messages, images = take_images(conversation)
         return render_chat(messages, self.engine.tokenizer, images=desk.text), images
 
-    def _identified(self, images: Sequence[Image], cache_salt: str | None) -> list[GivenImage]:
+    def _identified(self, images: Sequence[Image], cache_salt: str | None, identity: str | None) -> list[GivenImage]:
         desk = self.engine.images
         if desk is None and images:
             raise PromptError(f"the model takes no images, and {len(images)} came: use a vision-language model")
-        return [] if desk is None else [desk.identify(image, cache_salt, allow_paths=True) for image in images]
+        return (
+            [] if desk is None else [desk.identify(image, cache_salt, identity, allow_paths=True) for image in images]
+        )
 
     def _prepare(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions, images: Sequence[GivenImage]

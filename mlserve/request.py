@@ -13,6 +13,7 @@ from mlserve.errors import SamplingParamsError
 __all__ = [
     "CompletionOutput",
     "FinishReason",
+    "ImageReport",
     "RequestMetrics",
     "RequestOptions",
     "RequestOutput",
@@ -214,6 +215,16 @@ class CompletionOutput:
     stop_reason: str | int | None = None  # the stop string or token id that ended it
 
 
+@dataclass(frozen=True, slots=True)
+class ImageReport:
+    """Which image a request was about. The two digests differ if a near-duplicate stood in for the request's own."""
+
+    digest: bytes  # of the request's own pixels
+    canonical: bytes  # of the image that was used
+    hash_name: str | None = None  # the perceptual hash that found it
+    distance: int | None = None  # bits in which these hashes differ
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """A request's state: partial while it streams, complete when `finished`."""
@@ -226,6 +237,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprob | None] | None = None  # one per prompt token; the first is None
     finished: bool = False
     error: str | None = None
+    images: list[ImageReport | None] = field(default_factory=list)  # of the prompt, in order; None: embeddings
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from mlserve.errors import PromptError
 from mlserve.vision.encoder import ImageLayout
 from mlserve.vision.image import DecodedImage
+from mlserve.vision.match import ImageMatch
 
 __all__ = ["Chunk", "PlacedImage", "embedding_key", "embeddings_digest", "place_images"]
 
@@ -34,7 +35,7 @@ class PlacedImage:
     start: int  # where layout.token_ids begins in the prompt
     image: DecodedImage | None = None  # what they are computed from
     embeddings: Tensor | None = None  # [num_embeddings, H] if they are there already; one of both is
-    is_supplied: bool = False  # whether the caller gave the embeddings
+    match: ImageMatch | None = None  # which image it counts as; None if the caller gave the embeddings
     is_bidirectional: bool = False  # whether the embedded tokens of a range see each other, later ones too
 
     @property

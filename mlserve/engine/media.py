@@ -11,18 +11,19 @@ from torch import Tensor
 
 from mlserve.cache.marks import Mark, MarkKind, salt_digest
 from mlserve.engine.prompt import ImageText
-from mlserve.errors import PromptError
+from mlserve.errors import PromptError, RequestError
 from mlserve.model.positions import RopePositions
+from mlserve.request import ImageReport
 from mlserve.vision.encoder import ImageLayout
 from mlserve.vision.encoding import ImageEncoder
 from mlserve.vision.families.mrope import mrope_positions
-from mlserve.vision.identity import ImageIdentity
+from mlserve.vision.identity import ExactIdentity, ImageIdentity
 from mlserve.vision.image import DecodedImage, ImageLimits, load_image
 from mlserve.vision.match import ImageMatch
 from mlserve.vision.placement import PlacedImage, embedding_key, embeddings_digest, place_images
 from mlserve.vision.source import ImageFetcher, ImageSource
 
-__all__ = ["GivenImage", "IdentifiedImage", "ImageDesk", "image_mark", "take_images"]
+__all__ = ["GivenImage", "IdentifiedImage", "ImageDesk", "image_mark", "image_report", "take_images"]
 
 Message = Mapping[str, Any]
 _IMAGE_KINDS = ("image", "image_url", "image_embeds")
@@ -55,6 +56,7 @@ class ImageDesk:
         self.encoder = encoder
         self.marker_id = marker_id
         self.identity = identity
+        self._exact = ExactIdentity()
         self.limits = limits
         self.fetcher = fetcher
 
@@ -64,17 +66,26 @@ class ImageDesk:
         model = self.encoder.model
         return ImageText(model.image_token, *model.surrounding_text)
 
-    def identify(self, source: ImageSource | Tensor, cache_salt: str | None, *, allow_paths: bool) -> GivenImage:
+    def identify(
+        self, source: ImageSource | Tensor, cache_salt: str | None, identity: str | None = None, *, allow_paths: bool
+    ) -> GivenImage:
         """Decode an image and name it; embeddings are taken as they are.
 
-        Near-duplicates are looked for among requests of the same salt only. Any thread may call it. Raises
-        `ImageError`.
+        identity: "exact", or the name of the desk's own, which is also what None means. Near-duplicates are looked for
+            among requests of the same salt only.
+        Any thread may call it. Raises `ImageError`, and `RequestError` for an identity that isn't allowed.
         """
+        if identity not in (None, self._exact.name, self.identity.name):
+            raise RequestError(
+                f"image_identity is {identity!r}, and this engine has {self.identity.name!r}: ask for that or for "
+                f"{self._exact.name!r}, or set the engine's option"
+            )
+        chosen = self._exact if identity == self._exact.name else self.identity
         if isinstance(source, Tensor):
             return source
         image = load_image(source, self.limits, allow_paths=allow_paths, fetcher=self.fetcher)
         scope = None if cache_salt is None else salt_digest(cache_salt)
-        return IdentifiedImage(image, self.identity.identify(image, scope), scope)
+        return IdentifiedImage(image, chosen.identify(image, scope), scope)
 
     def place(self, prompt_ids: Sequence[int], images: Sequence[GivenImage]) -> tuple[list[int], list[PlacedImage]]:
         """Give each placeholder in a prompt its image: the prompt with all tokens of the images, and the images.
@@ -106,10 +117,12 @@ class ImageDesk:
             key = embedding_key(match.digest, model.digest)
             embeddings = self.encoder.cache.get(key)
             if embeddings is not None:
-                return PlacedImage(key, model.layout(match.width, match.height), 0, embeddings=embeddings)
+                layout = model.layout(match.width, match.height)
+                return PlacedImage(key, layout, 0, embeddings=embeddings, match=match)
             self.identity.forget(match.digest, given.scope)  # its pixels aren't kept: it can't be encoded again
-        key = embedding_key(match.own_digest, model.digest)
-        return PlacedImage(key, model.layout(given.image.width, given.image.height), 0, given.image)
+            match = ImageMatch.of_itself(given.image, match.own_digest)
+        key = embedding_key(match.digest, model.digest)
+        return PlacedImage(key, model.layout(match.width, match.height), 0, given.image, match=match)
 
     def _embedded(self, embeddings: Tensor) -> PlacedImage:
         model = self.encoder.model
@@ -122,12 +135,20 @@ class ImageDesk:
         if model.uses_mrope:
             raise PromptError("image embeddings have no grid of rows and columns, which this model needs: send images")
         layout = ImageLayout.of([model.placeholder_id] * len(embeddings), model.placeholder_id)
-        return PlacedImage(embeddings_digest(embeddings), layout, 0, embeddings=embeddings, is_supplied=True)
+        return PlacedImage(embeddings_digest(embeddings), layout, 0, embeddings=embeddings)
 
 
 def image_mark(image: PlacedImage) -> Mark:
     """What keeps its KV apart from that of other images."""
-    return Mark(MarkKind.EMBEDS if image.is_supplied else MarkKind.IMAGE, image.key, *image.span)
+    return Mark(MarkKind.EMBEDS if image.match is None else MarkKind.IMAGE, image.key, *image.span)
+
+
+def image_report(image: PlacedImage) -> ImageReport | None:
+    """What a response says of it; nothing of embeddings that came with the request."""
+    match = image.match
+    if match is None:
+        return None
+    return ImageReport(match.own_digest, match.digest, match.hash_name, match.distance)
 
 
 def take_images(messages: Sequence[Message]) -> tuple[list[Message], list[ImageSource | Tensor]]:

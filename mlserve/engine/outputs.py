@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from mlserve.engine.detokenize import IncrementalDetokenizer
+from mlserve.engine.media import image_report
 from mlserve.engine.sequence import EngineRequest, Sequence
 from mlserve.engine.tokenizer import Tokenizer
 from mlserve.model.plan import StepPlan, StepResult
@@ -39,6 +40,7 @@ class OutputProcessor:
             outputs=[CompletionOutput(s.index, "", [], [] if wants_logprobs else None) for s in request.sequences],
             metrics=request.metrics,
             prompt_logprobs=None if request.params.prompt_logprobs is None else [None],
+            images=[image_report(image) for image in request.images],
         )
         for sequence in request.sequences:
             self._detokenizers[sequence] = IncrementalDetokenizer(self._tokenizer, request.params)

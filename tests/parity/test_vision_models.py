@@ -114,7 +114,7 @@ def test_together_in_chunks_cached_and_cold(load: Callable[..., LLM]) -> None:
     alone = load(enable_prefix_caching=False)
     conversations = [[message(parts)] for parts in CONVERSATIONS.values()]
     expected = [alone.chat(conversation, GREEDY)[0] for conversation in conversations]
-    for chunk in (17, 31):  # Gemma3 computes the 16 tokens of an image in one step
+    for chunk in (17, 31):
         llm = load(max_num_seqs=8, max_num_batched_tokens=chunk)
         for output, reference in zip(llm.chat(conversations, GREEDY), expected, strict=True):
             assert_eq(output, reference)
