@@ -80,6 +80,7 @@ def train(model: LlamaForCausalLM, rows: list[Row], steps: int, folder: Path) ->
             print(f"{folder.name}: step {step}, loss {loss.item():.3f}", flush=True)
     for parameter in parameters:
         parameter.data = parameter.data.bfloat16()
+    adapted.peft_config["default"].target_modules = LORA["target_modules"]  # PEFT's set has a new order in every run
     adapted.save_pretrained(folder, save_embedding_layers=False)
     (folder / "README.md").unlink()  # an empty form
     adapted.unload()
