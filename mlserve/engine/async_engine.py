@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from mlserve.engine.engine import Engine
+from mlserve.engine.media import GivenImage
 from mlserve.errors import MlserveError, StepError
 from mlserve.request import RequestOptions, SamplingParams, StreamOutput
 
@@ -68,8 +69,11 @@ class AsyncEngine:
         prompt: str | Seq[int],
         params: SamplingParams,
         options: RequestOptions = _DEFAULTS,
+        images: Seq[GivenImage] = (),
     ) -> AsyncGenerator[StreamOutput]:
         """Outputs of one request as they come. Leaving the loop early, or cancelling, aborts the request.
+
+        images: as `ImageDesk.identify` gives them; call that in a thread of its own, since decoding takes time.
 
         Raises a `RequestError` before the first output if the request can't be served, `StepError` if the engine fails,
         and `MlserveError` if it is closed.
@@ -79,7 +83,7 @@ class AsyncEngine:
         def add() -> None:
             try:
                 engine = self._engine
-                engine.submit(engine.prepare(request_id, prompt, params, options))
+                engine.submit(engine.prepare(request_id, prompt, params, options, images))
             except Exception as error:
                 listener.send(error)
                 return

@@ -26,6 +26,7 @@ from mlserve.model.runner import ModelRunner
 from mlserve.vision.embedding_cache import EmbeddingCache
 from mlserve.vision.encoding import ImageEncoder
 from mlserve.vision.families import open_vision
+from mlserve.vision.fetch import FetchPolicy, HttpFetcher
 from mlserve.vision.identity import get_image_identity
 from mlserve.vision.image import ImageLimits
 
@@ -131,7 +132,15 @@ def _images(model: LoadedModel, tokenizer: Tokenizer, config: ImageConfig) -> Im
         encode_text(vision.image_token)[0],
         get_image_identity(identity) if isinstance(identity, str) else identity,
         ImageLimits(max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels),
+        None if config.image_hosts is None else HttpFetcher(FetchPolicy(_hosts(config.image_hosts))),
     )
+
+
+def _hosts(text: str) -> frozenset[str]:
+    hosts = frozenset(host.strip() for host in text.split(",") if host.strip())
+    if not hosts:
+        raise ConfigError(f"image_hosts is {text!r}: name at least one host, or leave it out")
+    return hosts
 
 
 def _runner(

@@ -15,7 +15,7 @@ from tiny import IMAGE
 from tiny_adapters import quiet
 from tiny_vision import write_tiny_vlm
 
-from mlserve import LLM, CapacityError, CorruptImageError, ImageLimitError, PromptError, RequestError
+from mlserve import LLM, CapacityError, ConfigError, CorruptImageError, ImageLimitError, PromptError, RequestError
 from mlserve.engine.media import take_images
 from mlserve.vision.image import DecodedImage
 
@@ -172,6 +172,18 @@ def test_wrong_images_leave_the_engine_as_it_was(load: Callable[..., LLM], sourc
         ask(llm, source)
     assert not llm.engine.has_work()
     assert_eq(ask(llm, photograph(0, 90)), ask(load(), photograph(0, 90)))
+
+
+def test_urls_are_fetched_only_from_hosts_that_are_named(load: Callable[..., LLM]) -> None:
+    url = "http://127.0.0.1:80/cat.png"
+    with pytest.raises(RequestError, match="none are fetched here"):
+        ask(load(), url)
+    with pytest.raises(RequestError, match=r"example\.org|127\.0\.0\.1"):
+        ask(load(image_hosts="example.org, *.example.net"), url)
+    with pytest.raises(RequestError, match=r"127\.0\.0\.1"):  # named or not, it leads inside
+        ask(load(image_hosts="127.0.0.1"), url)
+    with pytest.raises(ConfigError, match="image_hosts is ' ,': name at least one host"):
+        load(image_hosts=" ,")
 
 
 def test_an_image_that_no_step_holds(load: Callable[..., LLM]) -> None:
