@@ -4,7 +4,7 @@ Pictures are drawn as they are needed: one shape of one colour, anywhere, of any
 First the image's tokens learn to look like the words for colour and shape, in the language model's own embeddings; it
 needn't run for that. Then it reads them in chats, and the loss of its answers goes on through it into the eyes.
 
-python examples/train_tiny_vision.py [--align-steps 5000] [--steps 150] [--out vision/tiny]
+python examples/train_tiny_vision.py [--align-steps 4200] [--steps 150] [--out vision/tiny]
 """
 
 import argparse
@@ -40,11 +40,15 @@ IGNORED = -100  # a label that the loss leaves out
 Picture = tuple[Image.Image, tuple[int, int]]  # with the places of its colour and its shape in WORDS
 
 
-def draw(rng: random.Random) -> Picture:
-    """One shape somewhere in a picture, upright but for a few degrees. Colours vary a little."""
+def draw(rng: random.Random, variety: float = 1.0) -> Picture:
+    """One shape somewhere in a picture, upright but for a few degrees. Colours vary a little.
+
+    variety: from 0, where all shapes are large and near the middle, to 1.
+    """
     labels = (rng.randrange(len(WORDS[0])), rng.randrange(len(WORDS[1])))
     shape, grey = WORDS[1][labels[1]], rng.randrange(130)
-    radius, turn = SIDE * rng.uniform(0.22, 0.4), rng.uniform(-0.1, 0.1) + (math.pi / 4 if shape == "square" else 0)
+    radius = SIDE * rng.uniform(0.4 - 0.18 * variety, 0.4)
+    turn = rng.uniform(-0.1, 0.1) + (math.pi / 4 if shape == "square" else 0)
     x, y = (rng.uniform(radius, SIDE - radius) for _ in "xy")
 
     def near(colour: tuple[int, ...]) -> tuple[int, ...]:
@@ -154,8 +158,9 @@ def align(student: Student, steps: int, rng: random.Random) -> None:
     words = [torch.stack([student.word(word) for word in kind]) for kind in WORDS]
     scale = torch.cat(words).square().sum(1).mean()
     optimiser = Optimiser({student.eyes: 1e-3}, steps, warmup=50)
+    right = [0.0, 0.0]  # per cent in 200 steps
     for step in range(1, steps + 1):
-        pictures = [draw(rng) for _ in range(BATCH)]
+        pictures = [draw(rng, min(1.0, 2 * step / steps)) for _ in range(BATCH)]  # else shapes take very long
         features = student.whole.model.get_image_features(student.pixels(pictures)).pooler_output
         loss = torch.zeros(())
         for kind, labels in enumerate(torch.tensor([labels for _, labels in pictures]).T):
@@ -163,9 +168,11 @@ def align(student: Student, steps: int, rng: random.Random) -> None:
             likeness = (F.normalize(own, dim=-1) @ F.normalize(words[kind], dim=-1).T).mean(1)
             distance = (own - target[:, None]).square().sum(-1).mean() / scale
             loss = loss + F.cross_entropy(12 * likeness, labels) + 0.3 * distance
+            right[kind] += (likeness.argmax(1) == labels).float().mean().item() / 2
         optimiser.step(loss)
         if step % 200 == 0:
-            print(f"align {step}: loss {loss.item():.3f}", flush=True)
+            print(f"align {step}: loss {loss.item():.3f}, colour {right[0]:.1f} %, shape {right[1]:.1f} %", flush=True)
+            right = [0.0, 0.0]
 
 
 def teach(student: Student, steps: int, rng: random.Random) -> None:
@@ -194,7 +201,7 @@ def examine(student: Student, count: int, rng: random.Random) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--align-steps", type=int, default=5000, help=f"of {BATCH} pictures")
+    parser.add_argument("--align-steps", type=int, default=4200, help=f"of {BATCH} pictures")
     parser.add_argument("--steps", type=int, default=150, help=f"of {CHATS} chats")
     parser.add_argument("--held-out", type=int, default=200, help="pictures to measure with")
     parser.add_argument("--out", type=Path, default=FOLDER, help="where model.safetensors goes")
