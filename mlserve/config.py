@@ -131,6 +131,7 @@ class ImageConfig:
     image_identity: str | ImageIdentity = _option(
         "exact", "when images are the same: exact (equal pixels) or perceptual (also those that look alike)"
     )
+    max_images: int = _option(16, "images of one request")
     max_image_bytes: int = _option(20 * 2**20, "largest file of an image")
     max_image_pixels: int = _option(2**25, "most pixels of an image")
     embedding_cache_memory: float = _option(0.5, "GiB for embeddings of images that may come again")
@@ -139,7 +140,7 @@ class ImageConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("max_image_bytes", "max_image_pixels"):
+        for name in ("max_images", "max_image_bytes", "max_image_pixels"):
             _require_positive(name, getattr(self, name))
         if self.embedding_cache_memory < 0:
             raise ConfigError(f"embedding_cache_memory is {self.embedding_cache_memory}: give 0 or more")

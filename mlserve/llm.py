@@ -60,6 +60,7 @@ class Options(TypedDict, total=False):
     max_adapter_bytes: int
     adapter_dir: str | None
     image_identity: str | ImageIdentity
+    max_images: int
     max_image_bytes: int
     max_image_pixels: int
     embedding_cache_memory: float
@@ -223,11 +224,11 @@ class LLM:
 
     def _identified(self, images: Sequence[Image], cache_salt: str | None, identity: str | None) -> list[GivenImage]:
         desk = self.engine.images
-        if desk is None and images:
+        if desk is not None:
+            return desk.identify(images, cache_salt, identity, allow_paths=True)
+        if images:
             raise PromptError(f"the model takes no images, and {len(images)} came: use a vision-language model")
-        return (
-            [] if desk is None else [desk.identify(image, cache_salt, identity, allow_paths=True) for image in images]
-        )
+        return []
 
     def _prepare(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions, images: Sequence[GivenImage]

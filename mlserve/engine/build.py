@@ -132,6 +132,7 @@ def _images(model: LoadedModel, tokenizer: Tokenizer, config: ImageConfig) -> Im
         encode_text(vision.image_token)[0],
         get_image_identity(identity) if isinstance(identity, str) else identity,
         ImageLimits(max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels),
+        config.max_images,
         None if config.image_hosts is None else HttpFetcher(FetchPolicy(_hosts(config.image_hosts))),
     )
 

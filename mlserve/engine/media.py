@@ -50,14 +50,17 @@ class ImageDesk:
         marker_id: int,
         identity: ImageIdentity,
         limits: ImageLimits,
+        max_images: int,
         fetcher: ImageFetcher | None = None,
     ) -> None:
-        """`marker_id` is the token that a chat template writes for an image; without a fetcher URLs are refused."""
+        """`marker_id` is the token that a chat template writes for an image, `max_images` the most that a request may
+        have; without a fetcher URLs are refused."""
         self.encoder = encoder
         self.marker_id = marker_id
         self.identity = identity
         self._exact = ExactIdentity()
         self.limits = limits
+        self.max_images = max_images
         self.fetcher = fetcher
 
     @property
@@ -67,25 +70,41 @@ class ImageDesk:
         return ImageText(model.image_token, *model.surrounding_text)
 
     def identify(
-        self, source: ImageSource | Tensor, cache_salt: str | None, identity: str | None = None, *, allow_paths: bool
-    ) -> GivenImage:
-        """Decode an image and name it; embeddings are taken as they are.
+        self,
+        sources: Sequence[ImageSource | Tensor],
+        cache_salt: str | None,
+        identity: str | None = None,
+        *,
+        allow_paths: bool,
+    ) -> list[GivenImage]:
+        """Decode a request's images and name them; embeddings are taken as they are.
 
         identity: "exact", or the name of the desk's own, which is also what None means. Near-duplicates are looked for
             among requests of the same salt only.
-        Any thread may call it. Raises `ImageError`, and `RequestError` for an identity that isn't allowed.
+        Any thread may call it. Raises `ImageError`, `PromptError` for too many images, and `RequestError` for an
+        identity that isn't allowed.
         """
+        if len(sources) > self.max_images:
+            raise PromptError(
+                f"the request has {len(sources)} images, limit {self.max_images}: send fewer or raise max_images"
+            )
         if identity not in (None, self._exact.name, self.identity.name):
             raise RequestError(
                 f"image_identity is {identity!r}, and this engine has {self.identity.name!r}: ask for that or for "
                 f"{self._exact.name!r}, or set the engine's option"
             )
         chosen = self._exact if identity == self._exact.name else self.identity
-        if isinstance(source, Tensor):
-            return source
-        image = load_image(source, self.limits, allow_paths=allow_paths, fetcher=self.fetcher)
         scope = None if cache_salt is None else salt_digest(cache_salt)
-        return IdentifiedImage(image, chosen.identify(image, scope), scope)
+        return [
+            source if isinstance(source, Tensor) else self._identified(source, chosen, scope, allow_paths)
+            for source in sources
+        ]
+
+    def _identified(
+        self, source: ImageSource, identity: ImageIdentity, scope: bytes | None, allow_paths: bool
+    ) -> IdentifiedImage:
+        image = load_image(source, self.limits, allow_paths=allow_paths, fetcher=self.fetcher)
+        return IdentifiedImage(image, identity.identify(image, scope), scope)
 
     def place(self, prompt_ids: Sequence[int], images: Sequence[GivenImage]) -> tuple[list[int], list[PlacedImage]]:
         """Give each placeholder in a prompt its image: the prompt with all tokens of the images, and the images.

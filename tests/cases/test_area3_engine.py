@@ -113,7 +113,7 @@ def test_3_07_blocks_at_the_edges_of_an_image(load: Callable[..., LLM]) -> None:
         assert output.metrics.cached_tokens == cached
         assert output.prompt_token_ids == [1, 2, 3, 4, *[IMAGE] * 16, 5, 6, 7, 8]
     assert llm.engine.images is not None
-    request = llm.engine.prepare("r", prompt, GREEDY, images=[llm.engine.images.identify(RED, None, allow_paths=False)])
+    request = llm.engine.prepare("r", prompt, GREEDY, images=llm.engine.images.identify([RED], None, allow_paths=False))
     assert [(mark.start, mark.end) for mark in request.marks] == [(4, 20)]
 
 

@@ -174,6 +174,13 @@ def test_wrong_images_leave_the_engine_as_it_was(load: Callable[..., LLM], sourc
     assert_eq(ask(llm, photograph(0, 90)), ask(load(), photograph(0, 90)))
 
 
+def test_images_of_a_request_are_limited(load: Callable[..., LLM]) -> None:
+    content = [{"type": "image", "image": photograph(i, 30)} for i in range(3)]
+    with pytest.raises(PromptError, match="the request has 3 images, limit 2: send fewer or raise max_images"):
+        load(max_images=2).chat([{"role": "user", "content": content}], GREEDY)
+    assert len(load(max_images=3).chat([{"role": "user", "content": content}], GREEDY)[0].images) == 3
+
+
 def test_urls_are_fetched_only_from_hosts_that_are_named(load: Callable[..., LLM]) -> None:
     url = "http://127.0.0.1:80/cat.png"
     with pytest.raises(RequestError, match="none are fetched here"):
