@@ -151,7 +151,7 @@ class ModelOptions:
     """Which model, and how it is held."""
 
     model: str = _option(
-        EMBEDDED_MODEL, "an embedded model (smollm2-135m-instruct or tiny-vision), a folder, a .gguf file, or a hub id"
+        EMBEDDED_MODEL, "the name of an embedded model, a folder, a .gguf file, or a Hugging Face hub id"
     )
     dtype: DType = _option(DType.FLOAT32, "how weights are stored: float32, bfloat16 or float16")
     device: str = _option("auto", "auto, cpu or cuda")

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
-import torch
 from adapter_files import read_config
-from peft import PeftModel
-from tiny_adapters import quiet
 from tree import ROOT
 
+from mlserve import LLM, SamplingParams
 from mlserve.adapters.peft_format import read_adapter
 from mlserve.adapters.spec import AdapterLimits, AdapterSpec, BaseShape, Module
 from mlserve.config import EMBEDDED_MODEL
-from mlserve.engine.prompt import render_chat
-from mlserve.engine.tokenizer import Tokenizer, load_tokenizer
 from mlserve.model.gguf import gguf_config
 from mlserve.model.gguf_header import read_header
 from mlserve.model.sources import find_model
@@ -116,17 +109,6 @@ def test_training_text(style: str) -> None:
     assert not [answer for answer in others if MARKS[style](answer)]
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    """examples/train_adapters.py"""
-    spec = importlib.util.spec_from_file_location("train_adapters", ROOT / "examples" / "train_adapters.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.slow
 def test_training(tmp_path: Path, base: BaseShape) -> None:
     """Two steps of the command that a user runs."""
@@ -143,26 +125,12 @@ def test_training(tmp_path: Path, base: BaseShape) -> None:
 
 
 @pytest.mark.slow
-def test_unseen_questions_are_answered_in_style(script: ModuleType) -> None:
-    """Greedy answers of PEFT's own model; without an adapter none of the styles shows."""
-    path = find_model(EMBEDDED_MODEL)
-    tokenizer = load_tokenizer(path)
-    with quiet():
-        model = script.load_base(path).eval()
-        for question in UNSEEN:
-            assert not [style for style in STYLES if MARKS[style](answer(model, tokenizer, question))]
-        model = PeftModel.from_pretrained(model, FOLDER / STYLES[0], STYLES[0])
-        for style in STYLES[1:]:
-            model.load_adapter(FOLDER / style, style)
-        for style in STYLES:
-            model.set_adapter(style)
-            for question in UNSEEN:
-                found = answer(model, tokenizer, question)
-                assert [style for style in STYLES if MARKS[style](found)] == [style], found
-
-
-def answer(model: Any, tokenizer: Tokenizer, question: str) -> str:
-    ids = torch.tensor([render_chat([{"role": "user", "content": question}], tokenizer)])
-    how = {"do_sample": False, "max_new_tokens": 48, "eos_token_id": list(tokenizer.eos_token_ids), "pad_token_id": 0}
-    output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)
-    return tokenizer.decode(output[0, ids.shape[1] :].tolist())
+def test_unseen_questions_are_answered_in_style() -> None:
+    """Greedy answers of all styles and of the base model in one batch; only with its adapter a style shows."""
+    llm = LLM(adapter_dir=str(FOLDER))
+    asked = [(question, style) for question in UNSEEN for style in (None, *STYLES)]
+    conversations = [[{"role": "user", "content": question}] for question, _ in asked]
+    outputs = llm.chat(conversations, SamplingParams(max_tokens=48), adapter=[style for _, style in asked])
+    for (_, style), output in zip(asked, outputs, strict=True):
+        found = output.outputs[0].text
+        assert [name for name in STYLES if MARKS[name](found)] == [name for name in STYLES if name == style], found
