@@ -17,6 +17,7 @@ from mlserve import LLM, SamplingParams
 from mlserve.adapters.peft_format import read_adapter
 from mlserve.adapters.spec import AdapterLimits, AdapterSpec, BaseShape, Module
 from mlserve.config import EMBEDDED_MODEL
+from mlserve.engine.tokenizer import load_tokenizer
 from mlserve.model.gguf import gguf_config
 from mlserve.model.gguf_header import read_header
 from mlserve.model.sources import find_model
