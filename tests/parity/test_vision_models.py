@@ -13,7 +13,7 @@ import torch
 import transformers
 from comparing import GREEDY, assert_eq
 from PIL import Image
-from tiny_adapters import quiet
+from tiny_adapters import quiet, randomise
 from tiny_vision import TINY_FAMILIES, write_tiny_vlm
 
 from mlserve import LLM, RequestOutput
@@ -138,3 +138,28 @@ def test_another_image_under_the_same_text(load: Callable[..., LLM]) -> None:
     first = output.prompt_token_ids.index(llm.engine.images.encoder.model.placeholder_id)
     assert cached[1] == first // 4 * 4
     assert cached[2] > cached[1]
+
+
+def test_an_adapter_of_the_language_part(load: Callable[..., LLM], twin: Twin, folder: Path, tmp_path: Path) -> None:
+    """With the keys that PEFT writes when it adapts the whole model: equal to PEFT's, images in the prompt or not."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    targets = r".*(language_model|text_model)\..*(q_proj|v_proj|down_proj)"
+    with quiet():
+        whole = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        adapted = get_peft_model(whole, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+        randomise(adapted, 3, 0.1)
+        adapted.save_pretrained(tmp_path)
+        whole = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        adapted = PeftModel.from_pretrained(whole, tmp_path).eval()
+    llm = load(adapters={"a": tmp_path})
+    own = twin.model
+    twin.model = adapted
+    try:
+        for name in ("two", "text"):
+            output = llm.chat([message(CONVERSATIONS[name])], PARAMS, adapter="a")[0]
+            twin.check(output, CONVERSATIONS[name])
+            base = llm.chat([message(CONVERSATIONS[name])], PARAMS)[0]
+            assert output.prompt_logprobs != base.prompt_logprobs
+    finally:
+        twin.model = own
