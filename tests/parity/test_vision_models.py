@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +14,16 @@ import torch
 import transformers
 from comparing import GREEDY, assert_eq
 from PIL import Image
+from safetensors.torch import load_file
 from tiny_adapters import quiet, randomise
 from tiny_vision import TINY_FAMILIES, write_tiny_vlm
 
 from mlserve import LLM, RequestOutput
+from mlserve.vision.image import DecodedImage
 
 ATOL = 1e-4
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_blocks": 512}
 PARAMS = replace(GREEDY, prompt_logprobs=0)
-FAMILIES = [family for family in TINY_FAMILIES if family != "smolvlm"]  # its processor wants a package of its own
 
 
 def picture(width: int, height: int, seed: int) -> Image.Image:
@@ -83,7 +85,7 @@ class Twin:
         torch.testing.assert_close(found, wanted, atol=ATOL, rtol=0)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=list(TINY_FAMILIES))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with quiet():
         return write_tiny_vlm(tmp_path_factory.mktemp(request.param), request.param)
@@ -163,3 +165,35 @@ def test_an_adapter_of_the_language_part(load: Callable[..., LLM], twin: Twin, f
             assert output.prompt_logprobs != base.prompt_logprobs
     finally:
         twin.model = own
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_an_open_clip_tower_in_front_of_transformers_language_part(tmp_path: Path, name: str) -> None:
+    """What the tower makes is compared with open_clip's own elsewhere; here, what the language part makes of it."""
+    from tiny_open_clip import write_tiny_open_clip_llava
+
+    with quiet():
+        folder = write_tiny_open_clip_llava(tmp_path / "model")
+        llm = LLM(str(folder), **OPTIONS)
+        text = transformers.LlamaConfig(**json.loads((folder / "config.json").read_text())["text_config"])
+        twin = transformers.LlamaForCausalLM(text).eval()
+    tensors = load_file(folder / "model.safetensors")
+    state = {key.removeprefix("language_model."): value for key, value in tensors.items() if "language_model" in key}
+    twin.load_state_dict(state)
+    parts = CONVERSATIONS[name]
+    output = llm.chat([message(parts)], PARAMS)[0]
+    assert llm.engine.images is not None
+    encoder = llm.engine.images.encoder.model
+    ids = torch.tensor([*output.prompt_token_ids, *output.outputs[0].token_ids])
+    images = [DecodedImage(np.asarray(part)) for part in parts if not isinstance(part, str)]
+    embeds = twin.get_input_embeddings()(ids).detach()
+    if images:
+        embeds[ids == encoder.placeholder_id] = torch.cat(encoder.encode(images))
+    with torch.inference_mode():
+        expected = twin(inputs_embeds=embeds[None]).logits[0].log_softmax(-1)
+    assert output.prompt_logprobs is not None
+    assert output.outputs[0].logprobs is not None
+    entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    found = torch.tensor([entry.logprob for entry in entries if entry is not None])
+    torch.testing.assert_close(found, expected[:-1].gather(1, ids[1:, None])[:, 0], atol=ATOL, rtol=0)
+    assert output.outputs[0].token_ids == expected[len(output.prompt_token_ids) - 1 : -1].argmax(-1).tolist()
