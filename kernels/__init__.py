@@ -49,7 +49,7 @@ class PagedBatch:
     context_lens: Tensor  # [S] int32: tokens in the cache after this step's are written
     block_table: Tensor  # [sum of blocks] int32: all sequences' block tables, one after the other
     block_starts: Tensor  # [S + 1] int32
-    # [T] int32: each query sees the positions below this: its own + 1, or more where tokens of one image see each other.
+    # [T] int32: each query sees the positions below this: its own + 1, or more where an image's tokens see each other.
     # It never falls within a sequence, nor exceeds its context. None: no query sees beyond itself.
     visible_ends: Tensor | None = None
 
@@ -139,7 +139,7 @@ class Ops(Protocol):
     ) -> Tensor:
         """Causal attention of ragged queries over paged KV. `q: [T, Hq, D]` (may be a strided view) `-> [T, Hq * D]`.
 
-        Query head h reads KV head h // (Hq / Hk). With `window` w a query at position p sees nothing at p - w and before.
+        Query head h reads KV head h // (Hq / Hk). With `window` w a query at position p sees nothing up to p - w.
         With `soft_cap` c scores become c * tanh(scores / c) before the softmax. Blocks are read in place.
         """
         ...
