@@ -30,6 +30,16 @@ class SlotTable:
         """Whether a slot has the adapter's content."""
         return digest in self._slots and digest not in self._lost
 
+    def soonest_free(self) -> bytes:
+        """The adapter with the fewest users, of those with any: its slot is likely to be free first. O(slots).
+
+        Raises `RuntimeError` if no slot is in use.
+        """
+        used = {digest: self._num_users[slot] for digest, slot in self._slots.items() if self._num_users[slot]}
+        if not used:
+            raise RuntimeError("no slot is in use: take one first")
+        return min(used, key=used.__getitem__)
+
     def take(self, digest: bytes) -> tuple[int, bool]:
         """Count one user more: the adapter's slot, and whether the caller must write its content first.
 

@@ -171,12 +171,14 @@ class Scheduler:
         which arrive together compute what they share once.
 
         One whose adapter finds all slots in use holds nobody up. But once it has been overtaken by as many sequences
-        with adapters as run at once (or `max_skips`, if that is less), no others are admitted, so that a slot is freed.
+        with adapters as run at once (or `max_skips`, if that is less), the adapter with the fewest running sequences
+        gets no more of them, so that its slot is freed; the others go on.
         """
         being_written = {self.cache.upcoming_key(s.blocks) for s, query_len in chosen.items() if query_len > 1}
         being_written.discard(None)
         blocked: Sequence | None = None
         without_slot: Sequence | None = None
+        draining: bytes | None = None  # the adapter that is to free its slot
         num_blocked = num_without_slot = 0
         for sequence in self.waiting.candidates():
             if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
@@ -187,8 +189,10 @@ class Scheduler:
                 continue
             if sequence.adapter is not None:
                 if without_slot is not None and without_slot.overtaken >= self._max_slot_skips:
-                    self.waiting.skip_flow(sequence)
-                    continue
+                    draining = draining or self.slots.soonest_free()
+                    if sequence.adapter.digest == draining:
+                        self.waiting.skip_flow(sequence)
+                        continue
                 if not self.slots.can_take(sequence.adapter.digest):
                     without_slot = without_slot or sequence
                     num_without_slot += 1

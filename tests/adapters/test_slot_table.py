@@ -158,3 +158,17 @@ def test_it_does_what_the_rules_say(seed: int) -> None:
         for digest in digests:
             index = slow.slot_of(digest)
             assert table.is_resident(digest) == (index is not None and slow.slots[index]["written"])
+
+
+def test_the_adapter_with_the_fewest_users_is_likely_to_be_free_first() -> None:
+    table = SlotTable(3)
+    with pytest.raises(RuntimeError, match="no slot is in use"):
+        table.soonest_free()
+    for digest in (b"a", b"a", b"b", b"b", b"b", b"c"):
+        table.take(digest)
+    assert table.soonest_free() == b"c"
+    table.release(b"c")
+    assert table.soonest_free() == b"a"
+    for digest in (b"a", b"a"):
+        table.take(digest)
+    assert table.soonest_free() == b"b"

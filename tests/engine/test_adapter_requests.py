@@ -236,3 +236,25 @@ def test_a_policy_of_ones_own(tokenizer: Tokenizer) -> None:
         submit(engine, name, PROMPT, SamplingParams(max_tokens=1))
     order = [output.request_id for _ in range(3) for output in step(engine)]
     assert order == ["c", "b", "a"]
+
+
+def test_only_one_adapter_makes_room_for_one_that_waits(tokenizer: Tokenizer, registry: FakeRegistry) -> None:
+    """Two slots: a with three long answers and more to come, b with one. c gets b's slot, and a is never held up."""
+    engine = make_engine(
+        ContextRunner(256, 4), tokenizer, adapters=registry, max_loras=2, max_num_seqs=8, max_skips=1, num_blocks=400,
+        policy="fcfs",
+    )  # fmt: skip
+    long, short = SamplingParams(max_tokens=40), SamplingParams(max_tokens=8)
+    for i in range(3):
+        submit(engine, f"a{i}", [i, *PROMPT], long, adapter="a")
+    submit(engine, "b0", PROMPT, short, adapter="b")
+    step(engine)
+    submit(engine, "c", PROMPT, short, adapter="c")
+    submit(engine, "overtakes", [9, *PROMPT], short, adapter="a")
+    submit(engine, "b1", [8, *PROMPT], short, adapter="b")
+    submit(engine, "a3", [7, *PROMPT], short, adapter="a")
+    step(engine)
+    running = {s.request.request_id for s in engine.scheduler.running}
+    assert running == {"a0", "a1", "a2", "b0", "overtakes", "a3"}
+    order = [output.request_id for _ in range(60) for output in step(engine) if output.completed is not None]
+    assert order.index("b0") < order.index("c") < order.index("b1") < order.index("a0")
