@@ -24,7 +24,7 @@ IMAGE_TOKENS = 16
 RED = Image.new("RGB", (56, 56), (220, 20, 20))
 BLUE = Image.new("RGB", (56, 56), (20, 20, 220))
 CHECKERS = Image.fromarray((np.indices((56, 56)).sum(0) // 7 % 2 * 255).astype(np.uint8)).convert("RGB")
-Part = str | Image.Image
+Part = str | Path | Image.Image
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +221,59 @@ def test_a_model_without_images_refuses_them(tiny_model_dir: Path) -> None:
     with pytest.raises(PromptError, match="the model takes no images, and 1 came"):
         llm.generate([[1, 2]], GREEDY, images=[[RED]])
     assert_eq(llm.generate([1, 2], GREEDY)[0], cold(tiny_model_dir, [1, 2]))
+
+
+def raw(mode: str, size: tuple[int, int], data: bytes, palette: bytes | None = None) -> Image.Image:
+    image = Image.frombytes(mode, size, data)
+    if palette is not None:
+        image.putpalette(palette)
+    return image
+
+
+NOISE = np.random.default_rng(7).integers(0, 256, 13_500, dtype=np.uint8).tobytes()
+LOOKALIKES = {
+    "size": (raw("RGB", (30, 150), NOISE), raw("RGB", (150, 30), NOISE)),
+    "mode": (raw("L", (12, 4), NOISE[:48]), raw("RGB", (4, 4), NOISE[:48])),
+    "palette": (raw("P", (16, 16), NOISE[:256], NOISE[:768]), raw("P", (16, 16), NOISE[:256], NOISE[768:1536])),
+}
+
+
+@pytest.mark.parametrize("kind", LOOKALIKES)
+def test_3_04_equal_bytes_are_not_equal_images(load: Callable[..., LLM], kind: str) -> None:
+    llm = load()
+    first, second = (ask(llm, "see ", image) for image in LOOKALIKES[kind])
+    assert first.images[0].digest != second.images[0].digest
+    assert second.metrics.cached_tokens == before_image(second)
+    for output, image in zip((first, second), LOOKALIKES[kind], strict=True):
+        assert_eq(output, alone(load, "see ", image))
+
+
+def test_3_05_orientation_is_seen(load: Callable[..., LLM], tmp_path: Path) -> None:
+    picture = Image.new("RGB", (24, 16), (240, 240, 240))
+    picture.paste((220, 20, 20), (0, 0, 8, 16))
+    exif = Image.Exif()
+    for orientation in (6, 1):
+        exif[0x0112] = orientation
+        picture.save(tmp_path / f"{orientation}.png", exif=exif)
+    llm = load()
+    turned, plain = (ask(llm, "see ", tmp_path / f"{orientation}.png") for orientation in (6, 1))
+    beforehand = ask(llm, "see ", picture.transpose(Image.Transpose.ROTATE_270))
+    assert turned.images[0].digest == beforehand.images[0].digest != plain.images[0].digest
+    assert beforehand.metrics.cached_tokens > before_image(beforehand) + IMAGE_TOKENS  # it is the same picture
+    assert_eq(turned, alone(load, "see ", picture.transpose(Image.Transpose.ROTATE_270)))
+    assert_eq(plain, alone(load, "see ", picture))
+
+
+def test_3_11_a_name_from_the_caller_means_nothing(load: Callable[..., LLM]) -> None:
+    llm = load()
+    pictures = [
+        Image.new("RGB", (28, 28), "red"),
+        Image.new("RGB", (56, 56), "red"),
+        Image.new("RGB", (56, 56), "blue"),
+    ]
+    for salt in (None, "a", "b"):
+        for picture in pictures:
+            content = [{"type": "image", "image": picture, "id": "u1", "uuid": "u1"}]
+            output = llm.chat([{"role": "user", "content": content}], GREEDY, cache_salt=salt)[0]
+            assert output.metrics.cached_tokens <= before_image(output)
+            assert_eq(output, alone(load, picture))
