@@ -27,7 +27,7 @@ class Projection(Enum):
     """A linear of the decoder, by the modules that it is made of, in the order of its slices."""
 
     QKV = (Module.Q_PROJ, Module.K_PROJ, Module.V_PROJ)
-    O = (Module.O_PROJ,)  # noqa: E741
+    OUT = (Module.O_PROJ,)
     GATE_UP = (Module.GATE_PROJ, Module.UP_PROJ)
     DOWN = (Module.DOWN_PROJ,)
     EMBED = (Module.EMBED_TOKENS,)
@@ -64,10 +64,10 @@ class _Stack:
     ) -> None:
         sizes = [base.size(module) for module in projection.value]
         outs = [size[0] for size in sizes if size is not None]
-        self.width = next(size[1] for size in sizes if size is not None)
+        width = next(size[1] for size in sizes if size is not None)
         self.num_layers = base.num_layers if projection.is_layered else 1
         self.out_starts = (0, *accumulate(outs))
-        self.a = torch.empty(num_slots, self.num_layers, len(outs), max_rank, self.width, dtype=dtype, device=device)
+        self.a = torch.empty(num_slots, self.num_layers, len(outs), max_rank, width, dtype=dtype, device=device)
         self.b = torch.empty(num_slots, self.num_layers, max_rank, self.out_starts[-1], dtype=dtype, device=device)
         self.ranks = torch.zeros(self.num_layers, num_slots, len(outs), dtype=torch.int32)
         self.layers = [

@@ -19,11 +19,11 @@ from mlserve.cache.hashing import BlockHash
 from mlserve.cache.manager import CacheStats
 from mlserve.config import EngineConfig
 from mlserve.engine.build import build_engine
-from mlserve.engine.media import GivenImage, take_images
+from mlserve.engine.media import GivenImage, no_images_error, take_images
 from mlserve.engine.prompt import render_chat
 from mlserve.engine.queues import WaitingQueue
 from mlserve.engine.sequence import EngineRequest
-from mlserve.errors import ConfigError, PromptError, RequestError
+from mlserve.errors import ConfigError, RequestError
 from mlserve.request import RequestOptions, RequestOutput, SamplingParams, StreamOutput
 from mlserve.vision.identity import ImageIdentity
 from mlserve.vision.source import ImageSource
@@ -227,7 +227,7 @@ class LLM:
         if desk is not None:
             return desk.identify(images, cache_salt, identity, allow_paths=True)
         if images:
-            raise PromptError(f"the model takes no images, and {len(images)} came: use a vision-language model")
+            raise no_images_error(len(images))
         return []
 
     def _prepare(

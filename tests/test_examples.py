@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from tree import ROOT
+from tree import ROOT, load_example
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -31,7 +20,7 @@ def test_short(path: Path) -> None:
 
 @pytest.mark.slow
 def test_prefix_caching(capsys: pytest.CaptureFixture[str]) -> None:
-    times_sooner, (john, zack) = load("prefix_caching").main()
+    times_sooner, (john, zack) = load_example("prefix_caching").main()
     assert john == "The age of John Doe is 31."
     assert zack == "The age of Zack Blue is 71."
     assert "848 of 863 prompt tokens came from the cache" in capsys.readouterr().out
@@ -40,7 +29,7 @@ def test_prefix_caching(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_multi_turn_chat(capsys: pytest.CaptureFixture[str]) -> None:
-    times_sooner = load("multi_turn_chat").main()
+    times_sooner = load_example("multi_turn_chat").main()
     printed = capsys.readouterr().out
     assert "turn 3: first token after" in printed
     assert "256 of 289 prompt tokens cached" in printed
@@ -49,7 +38,7 @@ def test_multi_turn_chat(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_many_adapters(capsys: pytest.CaptureFixture[str]) -> None:
-    answers = load("many_adapters").main()
+    answers = load_example("many_adapters").main()
     assert answers.keys() == {"base model", "butler", "json", "pirate", "rhyme"}
     assert answers["base model"].startswith("The largest planet")
     assert answers["butler"].startswith("Certainly, sir.")

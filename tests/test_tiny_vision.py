@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -18,7 +17,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, LlavaConfig, LlavaForConditionalGeneration
-from tree import ROOT
+from tree import ROOT, load_example
 
 from mlserve import LLM, SamplingParams
 from mlserve.config import EMBEDDED_MODEL
@@ -33,16 +32,6 @@ NUM_TOKENS = 16  # of an image: a grid of 4 x 4
 PICTURES = 50
 
 
-def load(name: str) -> ModuleType:
-    """A script of examples/."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def read_json(name: str) -> dict[str, Any]:
     settings: dict[str, Any] = json.loads((FOLDER / name).read_text(encoding="utf-8"))
     return settings
@@ -50,7 +39,7 @@ def read_json(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def shapes() -> ModuleType:
-    return load("coloured_shapes")
+    return load_example("coloured_shapes")
 
 
 def test_files() -> None:
@@ -152,7 +141,7 @@ def test_training(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_example(capsys: pytest.CaptureFixture[str]) -> None:
-    assert load("image_chat").main() == [["red", "circle"], ["yellow", "triangle"]]
+    assert load_example("image_chat").main() == [["red", "circle"], ["yellow", "triangle"]]
     cached = re.findall(r"(\d+) of (\d+) prompt tokens came from the cache", capsys.readouterr().out)
     assert cached == [("0", "31"), ("32", "48"), ("0", "31"), ("32", "48")]
 

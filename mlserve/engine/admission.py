@@ -15,7 +15,7 @@ import xxhash
 from mlserve.cache.manager import CacheManager
 from mlserve.cache.marks import Mark, MarkKind, salt_mark
 from mlserve.config import Policy
-from mlserve.engine.media import GivenImage, ImageDesk, image_mark
+from mlserve.engine.media import GivenImage, ImageDesk, image_mark, no_images_error
 from mlserve.engine.prompt import validate_prompt_ids
 from mlserve.engine.sequence import EngineRequest, Sequence
 from mlserve.engine.tokenizer import Tokenizer
@@ -121,7 +121,7 @@ class RequestFactory:
         if self._images is not None:
             return self._images.place(prompt_ids, images)
         if images:
-            raise PromptError(f"the model takes no images, and {len(images)} came: use a vision-language model")
+            raise no_images_error(len(images))
         return prompt_ids, []
 
     def _check_length(self, num_tokens: int) -> None:
@@ -179,9 +179,7 @@ class RequestFactory:
                     bad_words_ids=bad_words,
                     wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
                     flow=(None, request.options.tenant),
-                    images=request.images,
                     whole_ranges=whole_ranges,
-                    rope_positions=request.rope_positions,
                 )
             )
 

@@ -23,7 +23,15 @@ from mlserve.vision.match import ImageMatch
 from mlserve.vision.placement import PlacedImage, embedding_key, embeddings_digest, place_images
 from mlserve.vision.source import ImageFetcher, ImageSource
 
-__all__ = ["GivenImage", "IdentifiedImage", "ImageDesk", "image_mark", "image_report", "take_images"]
+__all__ = [
+    "GivenImage",
+    "IdentifiedImage",
+    "ImageDesk",
+    "image_mark",
+    "image_report",
+    "no_images_error",
+    "take_images",
+]
 
 Message = Mapping[str, Any]
 _IMAGE_KINDS = ("image", "image_url", "image_embeds")
@@ -155,6 +163,11 @@ class ImageDesk:
             raise PromptError("image embeddings have no grid of rows and columns, which this model needs: send images")
         layout = ImageLayout.of([model.placeholder_id] * len(embeddings), model.placeholder_id)
         return PlacedImage(embeddings_digest(embeddings), layout, 0, embeddings=embeddings)
+
+
+def no_images_error(num_images: int) -> PromptError:
+    """For images that came to a model without a vision part."""
+    return PromptError(f"the model takes no images, and {num_images} came: use a vision-language model")
 
 
 def image_mark(image: PlacedImage) -> Mark:

@@ -209,13 +209,13 @@ class Scheduler:
                 if num_blocked > _LOOKAHEAD:
                     return
                 continue
+            query_len = sequence.chunk_len(hit.num_tokens, budget)
+            if query_len == 0:
+                return  # it goes first in a later step
             if blocked is not None:
                 blocked.overtaken += 1
             if without_slot is not None and sequence.adapter is not None:
                 without_slot.overtaken += 1
-            query_len = sequence.chunk_len(hit.num_tokens, budget)
-            if query_len == 0:
-                return  # it goes first in a later step
             self._admit(sequence, hit, query_len, loads)
             chosen[sequence] = query_len
             if not sequence.request.metrics.preemptions:  # what it repeats was charged before

@@ -33,7 +33,7 @@ class Sequence:
     request: EngineRequest
     index: int
     token_ids: list[int]
-    blocks: SequenceBlocks  # those of its adapter's KV once that is known, see `EngineRequest.use`
+    blocks: SequenceBlocks  # those of its adapter's KV once that is known, see `RequestFactory.use_adapter`
     seed: int
     max_total_tokens: int  # prompt plus output may not grow beyond this
     order: tuple[int, int, int]  # (priority, arrival, index): lower goes first
@@ -45,9 +45,7 @@ class Sequence:
     wants_prompt_logprobs: bool = False
     num_computed: int = 0
     overtaken: int = 0  # how often a later sequence was admitted while this one waited for blocks or for a slot
-    images: tuple[PlacedImage, ...] = ()
     whole_ranges: tuple[tuple[int, int], ...] = ()  # of the prompt, ascending: no step may end within one
-    rope_positions: RopePositions | None = None
     adapter: HostAdapter | None = None
     adapter_start: int = 0  # the first token that the adapter acts on
     adapter_slot: int | None = None  # the device slot that it holds while it runs
@@ -64,6 +62,16 @@ class Sequence:
     def block_table(self) -> array[int]:
         """Blocks that hold the tokens, in order."""
         return self.blocks.table
+
+    @property
+    def images(self) -> tuple[PlacedImage, ...]:
+        """The images in its prompt."""
+        return self.request.images
+
+    @property
+    def rope_positions(self) -> RopePositions | None:
+        """Its tokens' positions, if they aren't their indices."""
+        return self.request.rope_positions
 
     def chunk_len(self, start: int, limit: int) -> int:
         """How many of the tokens from `start` on can be one step's, at most `limit`; 0 if that is too few."""

@@ -88,7 +88,7 @@ class Decoder:
             )  # [T, Hq * D]
             if i == last:
                 x, residual, adapters = x[rows], residual[rows], batch.logit_adapters
-            x = self._linear(x, layer.o_proj, adapters, Projection.O, i)
+            x = self._linear(x, layer.o_proj, adapters, Projection.OUT, i)
             if layer.post_attention_norm is not None:
                 x = ops.rms_norm(x, layer.post_attention_norm, eps)
             x = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)

@@ -51,7 +51,7 @@ def build_batch(
     adapters: StepAdapters | None = None,
     images: ImageRows | None = None,
 ) -> ForwardBatch:
-    """Lay a plan's sequences out one after the other. `logit_rows` index the step's tokens."""
+    """Lay a plan's sequences out one after the other. `logit_rows` index the step's tokens, ascending, each once."""
     token_ids, positions, slots = array("q"), array("q"), array("q")
     for sequence, query_len in zip(plan.sequences, plan.query_lens, strict=True):
         if query_len == 1:
@@ -80,7 +80,9 @@ def build_batch(
         visible_ends=_visible_ends(plan, positions, device),
     )
     rows = torch.tensor(logit_rows, dtype=torch.int64).to(device, non_blocking=True)
-    logit_adapters = None if adapters is None else adapters.select(logit_rows)
+    logit_adapters = adapters
+    if adapters is not None and len(logit_rows) < len(token_ids):  # decoding wants all rows: the same once more
+        logit_adapters = adapters.select(logit_rows)
     at = _rope_positions(plan, np.frombuffer(positions, dtype=np.int64))
     at_device = torch.from_numpy(at).to(device, non_blocking=True)
     return ForwardBatch(int64(token_ids), at_device, paged, rows, adapters, logit_adapters, images)

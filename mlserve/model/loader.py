@@ -79,7 +79,6 @@ class OpenModel:
 
     config: DecoderConfig
     files: _ModelFiles
-    path: Path  # a folder or a .gguf file
     ops: Ops
     device: torch.device
     dtype: torch.dtype  # to store weights in
@@ -98,7 +97,7 @@ def open_model(options: ModelOptions) -> OpenModel:
     files = _open_gguf(path) if path.is_file() else _open_folder(path)
     config = decoder_config(files.config)
     check_tensors(config, files.tensors)
-    return OpenModel(config, files, path, ops, device, TORCH_DTYPES[options.dtype])
+    return OpenModel(config, files, ops, device, TORCH_DTYPES[options.dtype])
 
 
 def load_model(options: ModelOptions) -> LoadedModel:

@@ -73,10 +73,10 @@ class ModelRunner:
         return result
 
     def _image_rows(self, plan: StepPlan[SequenceT]) -> ImageRows | None:
-        pieces = [] if self.images is None else image_pieces(plan)
-        if self.images is None or not pieces:
+        if self.images is None:
             return None
-        return image_rows(pieces, self.images.embeddings(image for image, _ in pieces))
+        pieces = image_pieces(plan)
+        return image_rows(pieces, self.images.embeddings(image for image, _ in pieces)) if pieces else None
 
     def _sample(self, plan: StepPlan[SequenceT], logits: Tensor, result: StepResult) -> None:
         sampled = self.sampler.sample(logits, [plan.sequences[row] for row in plan.sampled])

@@ -61,8 +61,8 @@ def test_nothing_is_allocated_before_it_is_needed(slots: AdapterSlots) -> None:
     assert slots.num_bytes == 0
     slots.write(0, adapter(o_proj_1=weights(site("o_proj_1"), 2)))
     assert slots.num_bytes == 3 * 2 * 4 * (8 + 6) * 4
-    assert slots.projections({0}) == {Projection.O}
-    assert slots.projections({0, 1}) == {Projection.O}
+    assert slots.projections({0}) == {Projection.OUT}
+    assert slots.projections({0, 1}) == {Projection.OUT}
     assert slots.projections({1}) == set()
 
 
@@ -96,10 +96,10 @@ def test_other_slots_are_left_alone(slots: AdapterSlots) -> None:
     kept = weights(site("o_proj_0"), 3)
     slots.write(0, adapter(o_proj_0=kept))
     slots.write(1, adapter(o_proj_0=weights(site("o_proj_0"), 4, dora=True)))
-    lora = slots.lora(Projection.O, 0)
+    lora = slots.lora(Projection.OUT, 0)
     assert torch.equal(lora.a[0, 0, :3], kept.a)
     assert torch.equal(lora.b[0, :3], kept.b)
-    assert slots.dora_slots(Projection.O) == {1}
+    assert slots.dora_slots(Projection.OUT) == {1}
 
 
 def test_dora_scales_and_keeps_the_bias(slots: AdapterSlots) -> None:
@@ -129,7 +129,7 @@ def test_scales_of_an_earlier_adapter_are_gone(slots: AdapterSlots) -> None:
 def test_dtype_of_the_slots(slots: AdapterSlots) -> None:
     half = HostWeights(torch.randn(2, 8).half(), torch.randn(2, 6).half(), 0.7)
     slots.write(0, adapter(o_proj_0=half))
-    lora = slots.lora(Projection.O, 0)
+    lora = slots.lora(Projection.OUT, 0)
     assert lora.a.dtype is torch.float32
     assert torch.equal(lora.b[0, :2], half.b.float() * 0.7)  # scaled in the slots' dtype, not the file's
 

@@ -14,13 +14,14 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench_serving import Work, fixed, prompt, transformers_twin
 from random_adapters import write_adapter
 
-from mlserve import LLM, SamplingParams
+from mlserve import LLM
 
 NAMES = [f"a{i}" for i in range(16)]
 MIXES: dict[str, list[str | None]] = {
@@ -31,17 +32,6 @@ MIXES: dict[str, list[str | None]] = {
     "8 adapters, half base": [NAMES[i // 2] if i % 2 else None for i in range(16)],
 }
 INVOCATION = [1234, 5678]
-Work = Callable[[], float]
-
-
-def prompt(rng: random.Random, length: int) -> list[int]:
-    """Random token ids, none of them special."""
-    return [rng.randrange(1000, 40000) for _ in range(length)]
-
-
-def fixed(count: int) -> SamplingParams:
-    """Exactly `count` greedy tokens."""
-    return SamplingParams(max_tokens=count, ignore_eos=True)
 
 
 def sixteen(llm: LLM, rng: random.Random, names: Sequence[str | None]) -> tuple[float, float]:
@@ -67,18 +57,8 @@ def peft_mixed(folders: dict[str, Path], llm: LLM) -> Work:
     """PEFT's own mixed batch on the same weights."""
     import torch
     from peft import PeftModel
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    from mlserve.model.gguf import GGUFTensors, gguf_config
-    from mlserve.model.gguf_header import read_header
-    from mlserve.model.sources import find_model
-
-    header = read_header(find_model(llm.config.model.model))
-    config = gguf_config(header)
-    tensors = GGUFTensors(header, config)
-    config.pop("partial_rotary_factor")
-    state = {name: tensors.read(name) for name in tensors.shapes}
-    base = LlamaForCausalLM.from_pretrained(None, config=LlamaConfig(**config), state_dict=state).eval()
+    base = transformers_twin(llm)
     model = PeftModel.from_pretrained(base, folders[NAMES[0]], adapter_name=NAMES[0])
     for name in NAMES[1:8]:
         model.load_adapter(folders[name], adapter_name=name)

@@ -17,15 +17,24 @@ import tempfile
 import time
 from itertools import accumulate
 from pathlib import Path
+from typing import cast
 
 import torch
 from random_adapters import ATTENTION, write_adapter
 
 from mlserve import LLM, SamplingParams
+from mlserve.adapters.host import HostAdapter
+from mlserve.adapters.slots import AdapterSlots
+from mlserve.model.runner import ModelRunner
 
 NUM_REQUESTS = 96
 PARAMS = SamplingParams(max_tokens=32, ignore_eos=True)
 COUNTS = (1, 5, 16, 64, 256, 1000)
+
+
+def slots_of(llm: LLM) -> AdapterSlots:
+    """The device slots of an engine on a real model."""
+    return cast(ModelRunner, llm.engine.runner).adapters
 
 
 def zipf_names(rng: random.Random, count: int) -> list[str]:
@@ -54,14 +63,15 @@ def serve(directory: Path, count: int, seed: int) -> dict[str, float]:
     rng = random.Random(seed)
     figures = {"from files": throughput(llm, rng, names)}
     writes = 0
-    write = llm.engine.runner.adapters.write  # type: ignore[attr-defined]
+    slots = slots_of(llm)
+    write = slots.write
 
-    def counted(slot: int, adapter: object) -> None:
+    def counted(slot: int, adapter: HostAdapter) -> None:
         nonlocal writes
         writes += 1
         write(slot, adapter)
 
-    llm.engine.runner.adapters.write = counted  # type: ignore[attr-defined]
+    slots.write = counted  # type: ignore[method-assign]  (it counts, and passes on)
     figures["from host memory"] = throughput(llm, rng, names)
     return figures | {"distinct": len(set(names)), "swaps": writes}
 
@@ -101,7 +111,7 @@ def bring_in(directory: Path, runs: int) -> dict[str, float]:
         adapter = lease.poll()
         assert adapter is not None
         start = time.perf_counter()
-        llm.engine.runner.adapters.write(0, adapter)  # type: ignore[attr-defined]
+        slots_of(llm).write(0, adapter)
         swaps.append(time.perf_counter() - start)
         llm.engine.scheduler.slots.forget(adapter.digest)
         lease.close()

@@ -74,9 +74,8 @@ def shared_prefix(llm: LLM, rng: random.Random) -> tuple[float, float]:
     return first.time_to_first_token, second.time_to_first_token
 
 
-def peer(llm: LLM) -> dict[str, Work]:
-    """transformers' `generate` on the same weights: the same three workloads."""
-    import torch
+def transformers_twin(llm: LLM) -> Any:
+    """transformers' model of the same weights, as our GGUF reader decodes them."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     header = read_header(find_model(llm.config.model.model))
@@ -84,7 +83,14 @@ def peer(llm: LLM) -> dict[str, Work]:
     tensors = GGUFTensors(header, config)
     config.pop("partial_rotary_factor")
     state = {name: tensors.read(name) for name in tensors.shapes}
-    model = LlamaForCausalLM.from_pretrained(None, config=LlamaConfig(**config), state_dict=state).eval()
+    return LlamaForCausalLM.from_pretrained(None, config=LlamaConfig(**config), state_dict=state).eval()
+
+
+def peer(llm: LLM) -> dict[str, Work]:
+    """transformers' `generate` on the same weights: the same three workloads."""
+    import torch
+
+    model = transformers_twin(llm)
 
     def run(batch: int, length: int, new: int) -> float:
         rng = random.Random(7)

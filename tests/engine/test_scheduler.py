@@ -308,3 +308,15 @@ def test_orders_are_unique_and_ascending(tokenizer: Tokenizer) -> None:
     sequences = [s for name in "abc" for s in queue(engine, name, 3, n=2)]
     assert all(a.order < b.order for a, b in pairwise(sequences))
     assert waiting(engine) == sequences
+
+
+def test_one_that_needs_a_larger_step_has_overtaken_nobody(tokenizer: Tokenizer) -> None:
+    """An image that is computed whole finds too little of the step left: nobody is admitted, and nobody was passed."""
+    engine = counting_engine(tokenizer, num_blocks=10, max_num_batched_tokens=9, max_num_seqs=4, policy="fcfs")
+    queue(engine, "runs", 5, max_tokens=20)
+    step(engine)
+    (large,) = queue(engine, "large", 38, max_tokens=1)
+    (image,) = queue(engine, "image", 9)
+    image.whole_ranges = ((0, 9),)
+    assert step(engine) == {"runs": 1}
+    assert [s.overtaken for s in (large, image)] == [0, 0]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,3 +59,13 @@ def run_python(code: str, *options: str, cwd: Path = ROOT) -> subprocess.Complet
     return subprocess.run(
         [sys.executable, *options, "-c", code], cwd=cwd, capture_output=True, text=True, check=False, timeout=120
     )
+
+
+def load_example(name: str) -> ModuleType:
+    """A script of examples/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

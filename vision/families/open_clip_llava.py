@@ -21,6 +21,7 @@ from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from mlserve.errors import UnsupportedModelError
 from mlserve.vision.encoder import ImageLayout
+from mlserve.vision.families.llava import IMAGE_TOKEN
 from mlserve.vision.families.opening import (
     Tower,
     VisionFiles,
@@ -34,7 +35,6 @@ from mlserve.vision.image import DecodedImage
 
 __all__ = ["OpenClipLlavaVision", "OpenClipProcessor", "open_open_clip_llava"]
 
-IMAGE_TOKEN = "<image>"
 CONFIG_FILE = "open_clip_config.json"
 _NO_TEXT = open_clip.CLIPTextCfg(context_length=1, vocab_size=1, width=64, heads=1, layers=1)
 
