@@ -11,7 +11,7 @@ BENCH ?= $(sort $(wildcard tests/bench/bench_*.py))
 # What a target needs is installed when it never was, or when pyproject.toml has changed since.
 installed = $(VENV)/.installed-$(1)
 # What it is in pyproject.toml, and what it brings with it.
-WANTED_run := .
+WANTED_run := .[server]
 WANTED_test := .[test]
 WANTED_dev := .[dev]
 BROUGHT_run := run
