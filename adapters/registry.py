@@ -76,17 +76,20 @@ class AdapterRegistry:
                 self._forget(name)
             self._entries[name] = Entry(name, Path(path).absolute(), None)
 
-    def load(self, name: str, path: str | Path | None = None, *, pinned: bool = False) -> AdapterInfo:
+    def load(
+        self, name: str, path: str | Path | None = None, *, pinned: bool = False, root: Path | None = None
+    ) -> AdapterInfo:
         """Read an adapter now and give it a name, in place of what had it; running requests keep what they have.
 
         Without a path it is read from where the name was registered or found in the directory. A pinned name's content
-        is not evicted; `pinned` holds until the name is loaded or registered again. On any failure nothing changes.
+        is not evicted; `pinned` holds until the name is loaded or registered again. With a `root` no file of the path's
+        folder may lie outside of that, links or not. On any failure nothing changes.
         Raises `AdapterError` (`AdapterLimitError` if there is no room and none can be made), `AdapterNotFoundError` for
         an unknown name without a path, `ConfigError` as `register` does.
         """
         check_name(name)
         with self._changed:
-            entry = self._find(name) if path is None else Entry(name, Path(path).absolute(), None)
+            entry = self._find(name) if path is None else Entry(name, Path(path).absolute(), root)
         if entry is None:
             raise self._not_found(name)
         path, root = entry.path, entry.root
@@ -115,6 +118,14 @@ class AdapterRegistry:
         """The names that are registered, sorted; of those in the directory the ones in use so far."""
         with self._changed:
             return [self._entries[name].info() for name in sorted(self._entries)]
+
+    def names(self) -> builtins.list[str]:
+        """All names that can be asked for, sorted: those that are registered, and folders of the directory."""
+        with self._changed:
+            known = set(self._entries)
+        if self._directory is not None:
+            known.update(folder_names(self._directory))
+        return sorted(known)
 
     def require(self, name: str) -> None:
         """Raises `AdapterNotFoundError` where `lease` would."""
@@ -213,11 +224,7 @@ class AdapterRegistry:
             self._end(load, self._no_room(entry.name, content.num_bytes))
 
     def _not_found(self, name: str) -> AdapterNotFoundError:
-        with self._changed:
-            known = set(self._entries)
-        if self._directory is not None:
-            known.update(folder_names(self._directory))
-        return unknown_name(name, sorted(known))
+        return unknown_name(name, self.names())
 
     def _no_room(self, name: str, num_bytes: int) -> AdapterLimitError:
         limit = self._store.max_bytes

@@ -21,6 +21,7 @@ class SlotTable:
         self._slots: dict[bytes, int] = {}  # the other way round
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_slots))  # the first is given away next
         self._lost: set[bytes] = set()  # in use, but to be written again
+        self.num_writes = 0  # slots that were taken to be written, since the start
 
     def can_take(self, digest: bytes) -> bool:
         """Whether the adapter has a slot, or there is one that nobody uses."""
@@ -57,6 +58,7 @@ class SlotTable:
         elif not self._num_users[slot]:
             del self._free[slot]
         self._num_users[slot] += 1
+        self.num_writes += must_write
         return slot, must_write
 
     def release(self, digest: bytes) -> None:

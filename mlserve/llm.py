@@ -212,7 +212,7 @@ class LLM:
 
     def cache_stats(self) -> CacheStats:
         """Figures of the KV pool and of the prefix cache."""
-        return self.engine.stats()
+        return self.engine.cache.stats()
 
     def _laid_out(self, conversation: Sequence[Message]) -> tuple[list[int], list[Image]]:
         """A conversation's prompt, and its images in the order of their placeholders."""

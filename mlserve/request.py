@@ -191,10 +191,13 @@ class RequestMetrics:
     """Times are `time.monotonic()` seconds."""
 
     arrival: float
+    scheduled: float | None = None  # when it was first admitted to a step
     first_token: float | None = None
     finished: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache when the request was first admitted
+    cached_image_tokens: int = 0  # of them, those of images
+    cached_adapter_tokens: int = 0  # and those, not of images, that an adapter acted on
     preemptions: int = 0
 
     @property

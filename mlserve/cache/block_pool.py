@@ -139,6 +139,10 @@ class BlockPool:
         """The key that a block bears."""
         return self._keys[block_id]
 
+    def uses(self) -> list[tuple[int, bytes | None]]:
+        """For each block its references, and its content if it bears a name."""
+        return list(zip(self._references, self._contents, strict=True))
+
     def free_ids(self) -> list[int]:
         """Free blocks in the exact order in which `take` hands them out."""
         return list(self._free)

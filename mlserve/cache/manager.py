@@ -11,7 +11,7 @@ The scheduler asks before it acts: `find`, `can_admit`, `admit`; `can_extend`, `
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mlserve.cache.block_pool import BlockPool
@@ -191,6 +191,10 @@ class CacheManager:
             seq.can_publish = False
             seq.num_published = 0
         return self.pool.reset()
+
+    def sequences(self) -> Iterable[SequenceBlocks]:
+        """Those that hold blocks."""
+        return self._admitted
 
     def stats(self) -> CacheStats:
         """Current figures."""

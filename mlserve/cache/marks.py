@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
 
-__all__ = ["Mark", "MarkKind", "encode_marks", "encode_runs", "salt_digest", "salt_mark"]
+__all__ = ["Mark", "MarkKind", "decode_marks", "encode_marks", "encode_runs", "salt_digest", "salt_mark"]
 
 _SALT_KEY = b"mlserve cache salt, version 1"
 # An entry: tag, digest length, first and end token in the block, length of the medium | digest | offset in the medium
 _HEAD = struct.Struct("<BBIIQ")
-_pack_offset = struct.Struct("<Q").pack
+_OFFSET = struct.Struct("<Q")
+_pack_offset = _OFFSET.pack
 
 
 class MarkKind(IntEnum):
@@ -82,6 +83,17 @@ def encode_marks(marks: Sequence[Mark], block: int, block_size: int) -> bytes:
     """
     entries = _entries(marks, block, block_size)
     return b"".join([head + _pack_offset(offset) for head, offset, _ in entries])
+
+
+def decode_marks(encoding: bytes) -> list[tuple[MarkKind, bytes]]:
+    """Kind and digest of each mark in what `encode_marks` gave."""
+    found, at = [], 0
+    while at < len(encoding):
+        kind, size, *_ = _HEAD.unpack_from(encoding, at)
+        start = at + _HEAD.size
+        found.append((MarkKind(kind), encoding[start : start + size]))
+        at = start + size + _OFFSET.size
+    return found
 
 
 def encode_runs(

@@ -34,6 +34,9 @@ class _Listener:
         return _call_in(self.loop, self.outputs.put_nowait, item)
 
 
+_Parcel = list[tuple[asyncio.Queue[StreamOutput | Exception], StreamOutput]]  # a step's outputs for one event loop
+
+
 class AsyncEngine:
     """Runs an `Engine` in a thread of its own. Everything that touches the engine happens there, in order.
 
@@ -62,6 +65,11 @@ class AsyncEngine:
             self._closed = True
             self._commands.put(self._stop)
         self._thread.join()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are served: it wasn't closed, and its thread lives."""
+        return not self._closed and self._thread.is_alive()
 
     async def stream(
         self,
@@ -138,8 +146,7 @@ class AsyncEngine:
                 logger.exception("the engine's step raised outside the model")
                 self._fail_all(error)
                 continue
-            for output in outputs:
-                self._send(output)
+            self._deliver(outputs)
         self._fail_all(MlserveError("the engine was closed: requests that ran were aborted"))
 
     def _take_commands(self, wait: bool) -> None:
@@ -151,11 +158,23 @@ class AsyncEngine:
             except queue.Empty:
                 return
 
-    def _send(self, output: StreamOutput) -> None:
-        last = output.completed is not None
-        listener = self._listeners.pop(output.request_id, None) if last else self._listeners.get(output.request_id)
-        if listener is not None and not listener.send(output) and not last:
-            self._abort(output.request_id, listener)  # its event loop was closed
+    def _deliver(self, outputs: Seq[StreamOutput]) -> None:
+        """A step's outputs, in one call for each event loop: waking a loop costs more than all that it is told."""
+        parcels: dict[asyncio.AbstractEventLoop, _Parcel] = {}
+        for output in outputs:
+            last = output.completed is not None
+            listener = self._listeners.pop(output.request_id, None) if last else self._listeners.get(output.request_id)
+            if listener is not None:
+                parcels.setdefault(listener.loop, []).append((listener.outputs, output))
+        for loop, parcel in parcels.items():
+            if not _call_in(loop, _unpack, parcel):
+                self._abandon(loop)
+
+    def _abandon(self, loop: asyncio.AbstractEventLoop) -> None:
+        """An event loop was closed: nobody waits for its requests any more."""
+        for request_id, listener in list(self._listeners.items()):
+            if listener.loop is loop:
+                self._abort(request_id, listener)
 
     def _abort(self, request_id: str, listener: _Listener) -> None:
         if self._listeners.get(request_id) is listener:
@@ -179,6 +198,11 @@ def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *ar
     except RuntimeError:
         return False
     return True
+
+
+def _unpack(parcel: _Parcel) -> None:
+    for queue_, output in parcel:
+        queue_.put_nowait(output)
 
 
 def _settle(future: asyncio.Future[object], value: object, error: Exception | None) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from mlserve.adapters.registry import AdapterRegistry
 from mlserve.adapters.slot_table import SlotTable
-from mlserve.cache.manager import CacheManager, CacheStats
+from mlserve.cache.manager import CacheManager
 from mlserve.config import SchedulerConfig
 from mlserve.engine.admission import Limits, RequestFactory
 from mlserve.engine.arrivals import Arrivals
@@ -16,6 +16,7 @@ from mlserve.engine.media import GivenImage, ImageDesk
 from mlserve.engine.outputs import OutputProcessor
 from mlserve.engine.scheduler import Scheduler
 from mlserve.engine.sequence import EngineRequest, Sequence
+from mlserve.engine.stats import EngineStats
 from mlserve.engine.tokenizer import Tokenizer
 from mlserve.errors import AdapterError, RequestError
 from mlserve.model.plan import StepPlan, StepResult
@@ -146,9 +147,16 @@ class Engine:
         """Forget all cached KV. Running requests go on undisturbed; nothing computed before is ever hit again."""
         self.cache.reset()
 
-    def stats(self) -> CacheStats:
-        """Figures of the KV pool and of the prefix cache."""
-        return self.cache.stats()
+    def stats(self) -> EngineStats:
+        """Figures of all parts."""
+        return EngineStats(
+            cache=self.cache.stats(),
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_loading=len(self._arrivals),
+            adapter_swaps=self.scheduler.slots.num_writes,
+            embeddings=None if self.images is None else self.images.encoder.cache.stats(),
+        )
 
     def _queue(self, request: EngineRequest) -> None:
         for sequence in request.sequences:

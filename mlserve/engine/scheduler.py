@@ -8,6 +8,7 @@ return cheap.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, insort
 from operator import attrgetter
 
@@ -235,8 +236,9 @@ class Scheduler:
         sequence.num_computed = hit.num_tokens
         sequence.overtaken = 0
         metrics = sequence.request.metrics
-        if sequence.index == 0 and not metrics.preemptions:
-            metrics.cached_tokens = hit.num_tokens
+        if sequence.index == 0 and metrics.scheduled is None:
+            metrics.scheduled = time.monotonic()
+            sequence.record_hit(hit.num_tokens)
 
     def _find(self, sequence: Sequence) -> Hit:
         """What needn't be computed: a sibling's prompt or a cached prefix. Prompt logprobs need every position."""

@@ -81,6 +81,17 @@ class Sequence:
                 return max(first - start, 0)
         return end - start
 
+    def record_hit(self, num_tokens: int) -> None:
+        """Note that the first `num_tokens` tokens came from the prefix cache, and of which kind they are."""
+        metrics = self.request.metrics
+        metrics.cached_tokens = num_tokens
+        adapted_from = num_tokens if self.adapter is None else min(self.adapter_start, num_tokens)
+        metrics.cached_adapter_tokens = num_tokens - adapted_from
+        for image in self.images:
+            start, end = image.span
+            metrics.cached_image_tokens += max(min(end, num_tokens) - start, 0)
+            metrics.cached_adapter_tokens -= max(min(end, num_tokens) - max(start, adapted_from), 0)
+
     @property
     def is_finished(self) -> bool:
         """Whether it has ended, for whatever reason."""

@@ -113,7 +113,7 @@ def test_aborting_gives_everything_back(engine: Engine, registry: FakeRegistry, 
     assert output.finish_reason is FinishReason.ABORT
     assert not engine.has_work()
     assert registry.leases == set()
-    assert engine.stats().num_referenced == 0
+    assert engine.cache.stats().num_referenced == 0
     engine.scheduler.slots.check()
     assert engine.scheduler.slots.can_take(bytes(32))
 

@@ -175,7 +175,7 @@ def test_closing_ends_what_runs_and_refuses_what_comes(tokenizer: Tokenizer) -> 
 
     asyncio.run(main())
     engine.close()  # a second time does nothing
-    assert inner.stats().num_referenced == 0
+    assert inner.cache.stats().num_referenced == 0
     assert not inner.has_work()
     assert not engine._thread.is_alive()
 
@@ -190,7 +190,7 @@ def test_requests_that_arrive_while_it_closes_are_answered_or_refused(tokenizer:
             tasks = []
             for i in range(40):
                 tasks.append(asyncio.create_task(collect(engine, f"r{i}", [i], SamplingParams(max_tokens=1))))
-                tasks.append(asyncio.create_task(engine.call(lambda inner: inner.stats())))
+                tasks.append(asyncio.create_task(engine.call(lambda inner: inner.cache.stats())))
                 if i == 20:
                     closer.start()
                 await asyncio.sleep(0)
@@ -207,7 +207,7 @@ def test_call_returns_or_raises_what_its_action_does(engine: AsyncEngine) -> Non
         raise KeyError("gone")
 
     async def main() -> None:
-        assert await engine.call(lambda inner: inner.stats().num_blocks) == 256
+        assert await engine.call(lambda inner: inner.cache.stats().num_blocks) == 256
         assert await engine.call(lambda inner: threading.current_thread().name) == "mlserve-engine"
         with pytest.raises(KeyError, match="gone"):
             await engine.call(fails)

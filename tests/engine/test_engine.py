@@ -134,7 +134,7 @@ def test_abort_frees_at_any_time(tokenizer: Tokenizer) -> None:
     ]  # fmt: skip
     assert [o.completed is not None for o in ended] == [False, True, True]
     assert not engine.has_work()
-    assert engine.stats().num_referenced == 0
+    assert engine.cache.stats().num_referenced == 0
     assert len(engine._outputs) == 0
 
 
@@ -163,7 +163,7 @@ def test_a_defect_behind_the_model_leaves_nothing(tokenizer: Tokenizer, monkeypa
             step(engine)
     assert [o.index for o in engine.abort("r")] == [0, 1]
     assert not engine.has_work()
-    assert engine.stats().num_referenced == 0
+    assert engine.cache.stats().num_referenced == 0
     assert len(engine._outputs) == 0
 
 

@@ -103,10 +103,10 @@ def test_planning_names_no_block(tokenizer: Tokenizer) -> None:
     engine = counting_engine(tokenizer)
     queue(engine, "a", 9)
     plan = engine.scheduler.plan()
-    assert engine.stats().num_cached == 0
-    assert engine.stats().num_referenced == 3
+    assert engine.cache.stats().num_cached == 0
+    assert engine.cache.stats().num_referenced == 3
     engine.scheduler.commit(plan, engine.runner.run(plan))
-    assert engine.stats().num_cached == 2
+    assert engine.cache.stats().num_cached == 2
 
 
 @pytest.mark.parametrize("max_skips", [0, 1, 5])
@@ -283,7 +283,7 @@ def test_finishing_twice_does_nothing(tokenizer: Tokenizer) -> None:
         engine.scheduler.finish(sequence, FinishReason.STOP, "late")
         assert (sequence.finish_reason, sequence.stop_reason) == (FinishReason.ABORT, None)
     assert not engine.scheduler.has_work()
-    assert engine.stats().num_referenced == 0
+    assert engine.cache.stats().num_referenced == 0
 
 
 def test_a_steady_flow_of_small_ones_does_not_starve_a_large_one(tokenizer: Tokenizer) -> None:

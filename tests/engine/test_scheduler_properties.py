@@ -138,4 +138,4 @@ def test_every_plan_keeps_the_rules_and_the_system_drains(tokenizer: Tokenizer, 
             break
         check_step(engine, rng, live)
     assert not engine.scheduler.has_work(), "the system did not drain"
-    assert engine.stats().num_referenced == 0
+    assert engine.cache.stats().num_referenced == 0

@@ -70,7 +70,7 @@ def run(engine: Engine) -> dict[str, RequestOutput]:
             if output.completed is not None:
                 completed[output.request_id] = output.completed
     assert not engine.has_work(), "the engine did not come to rest"
-    assert engine.stats().num_referenced == 0
+    assert engine.cache.stats().num_referenced == 0
     return completed
 
 

@@ -55,7 +55,7 @@ def live_state(engine: Engine) -> dict[str, int]:
         "detokenizers": len(engine._outputs._detokenizers),
         "waiting": len(engine.scheduler.waiting),
         "running": len(engine.scheduler.running),
-        "blocks": engine.stats().num_referenced,
+        "blocks": engine.cache.stats().num_referenced,
         "unsent": len(engine._unsent),
     }
 
