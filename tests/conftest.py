@@ -24,6 +24,11 @@ import torch  # noqa: E402
 if TYPE_CHECKING:
     from mlserve.engine.tokenizer import Tokenizer
 
+# Before anything imports triton. Without a GPU its kernels run in its interpreter, on CPU tensors; what compiles them
+# (tests/support/triton_aot.py) is a process of its own, without the variable.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_configure() -> None:
     """Poison scratch memory: `torch.empty` and its kin, in Python and in C++, return NaN (and the largest integers).
