@@ -78,6 +78,7 @@ def build_batch(
         block_table=torch.from_numpy(block_table).to(device, non_blocking=True),
         block_starts=int32([0, *accumulate(map(len, tables))]),
         visible_ends=_visible_ends(plan, positions, device),
+        num_decodes=plan.query_lens.count(1),
     )
     rows = torch.tensor(logit_rows, dtype=torch.int64).to(device, non_blocking=True)
     logit_adapters = adapters
