@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from mlserve.adapters.checks import listed
+from mlserve.adapters.folder import CONFIG_FILE
 from mlserve.errors import AdapterNotFoundError, ConfigError
 
 __all__ = ["check_name", "folder_names", "folder_of", "unknown_name"]
@@ -35,9 +36,11 @@ def folder_of(directory: Path, name: str) -> Path | None:
 
 
 def folder_names(directory: Path) -> list[str]:
-    """Names that `folder_of` finds, but not of more than `MAX_LISTED`; none if the directory can't be read."""
+    """Names that `folder_of` finds and whose folders look like adapters, but not of more than `MAX_LISTED`; none if the
+    directory can't be read."""
     with suppress(OSError), os.scandir(directory) as entries:
-        return list(islice((entry.name for entry in entries if _is_plain(entry.name) and entry.is_dir()), MAX_LISTED))
+        names = (entry.name for entry in entries if _is_plain(entry.name))
+        return list(islice((name for name in names if (directory / name / CONFIG_FILE).is_file()), MAX_LISTED))
     return []
 
 

@@ -1,4 +1,4 @@
-"""The command line: `mlserve generate`, `mlserve chat`, `mlserve inspect`, `mlserve adapters inspect`.
+"""The command line: `mlserve serve`, `generate`, `chat`, `inspect`, `adapters inspect`, `keys`.
 
 Flags are made from the fields of the option dataclasses, so that a default and its help text stand in one place.
 """
@@ -15,8 +15,8 @@ from enum import StrEnum
 from typing import Any
 
 from mlserve import __version__
-from mlserve.config import OPTION_PARTS, EngineConfig
-from mlserve.errors import MlserveError, StepError
+from mlserve.config import OPTION_PARTS, EngineConfig, ServerConfig
+from mlserve.errors import ConfigError, MlserveError, StepError
 from mlserve.request import SamplingParams
 
 __all__ = ["main"]
@@ -53,6 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    serve = commands.add_parser("serve", help="answer requests of OpenAI's API over HTTP")
+    serve.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="default: the embedded one")
+    serve.add_argument(
+        "--adapter", nargs="+", action="extend", default=[], type=_named_path, metavar="NAME=PATH",
+        help="adapters to load; each is a model of its own to clients",
+    )  # fmt: skip
+    serve.set_defaults(run=_serve)
+
     generate = commands.add_parser("generate", help="complete one or more prompts")
     generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text, or - to read it from standard input")
     generate.set_defaults(run=_generate)
@@ -74,16 +82,25 @@ def _parser() -> argparse.ArgumentParser:
     inspect_adapter.add_argument("path", metavar="PATH", help="a folder as PEFT saves it")
     inspect_adapter.set_defaults(run=_inspect_adapter)
 
+    keys = commands.add_parser("keys", help="make an API key for the server, and add it to a file of keys")
+    keys.add_argument("file", metavar="FILE", help="as given to `mlserve serve --api-keys`; made if need be")
+    keys.add_argument("--tenant", required=True, help="whose key it is")
+    keys.add_argument("--admin", action="store_true", help="it may load and unload adapters and reset the cache")
+    keys.add_argument("--shares-cache", action="store_true", help="share cached KV with other such tenants")
+    keys.add_argument("--requests-per-minute", type=int, metavar="INT", help="default: any number")
+    keys.add_argument("--max-concurrent", type=int, metavar="INT", help="requests at once; default: any number")
+    keys.set_defaults(run=_create_key)
+
     for command in (generate, chat):
         command.add_argument("--adapter", metavar="NAME", help="the adapter that answers (default: the base model)")
         command.add_argument(
             "--adapters", nargs="+", default=[], type=_named_path, metavar="NAME=PATH", help="adapters to load"
         )
-    for command in (generate, chat, inspect, inspect_adapter):
-        for part in OPTION_PARTS.values():
+    for command in (serve, generate, chat, inspect, inspect_adapter):
+        for part in (*OPTION_PARTS.values(), *((ServerConfig,) if command is serve else ())):
             group = command.add_argument_group((part.__doc__ or part.__name__).strip().rstrip("."))
             for option in fields(part):
-                if not (command is inspect and option.name == "model"):
+                if not (command in (serve, inspect) and option.name == "model"):
                     _add_flag(group, option, option.default)
     for command in (generate, chat):
         group = command.add_argument_group("Sampling")
@@ -120,12 +137,32 @@ def _named_path(text: str) -> tuple[str, str]:
 def _scalar_type(option: Field[Any]) -> type:
     """`int | None` -> int; `str | BlockHash` -> str: the first type that a flag can express."""
     annotation = option.type
-    owner = next(c for c in (*OPTION_PARTS.values(), SamplingParams) if option in fields(c))
+    owner = next(c for c in (*OPTION_PARTS.values(), ServerConfig, SamplingParams) if option in fields(c))
     for_type_checkers = ("BlockHash", "ImageIdentity", "WaitingQueue")  # imported for them only
     names = dict.fromkeys(for_type_checkers, types.NoneType)
     resolved = typing.get_type_hints(owner, localns=names)[option.name] if isinstance(annotation, str) else annotation
     choices: tuple[type, ...] = typing.get_args(resolved) or (resolved,)
     return next(choice for choice in choices if choice is not types.NoneType)
+
+
+def _serve(options: argparse.Namespace) -> None:
+    try:
+        from mlserve.server.serve import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} isn't installed: install mlserve[server]") from None
+
+    names = {option.name for option in fields(ServerConfig)}
+    server = ServerConfig(**{name: value for name, value in vars(options).items() if name in names})
+    serve(EngineConfig.from_options(**_engine_options(options)), server, dict(options.adapter))
+
+
+def _create_key(options: argparse.Namespace) -> None:
+    from mlserve.server.auth import Principal, create_key
+
+    principal = Principal(
+        options.tenant, options.admin, options.shares_cache, options.requests_per_minute, options.max_concurrent
+    )
+    print(create_key(options.file, principal))
 
 
 def _engine_options(options: argparse.Namespace) -> dict[str, Any]:

@@ -28,6 +28,7 @@ __all__ = [
     "ModelOptions",
     "Policy",
     "SchedulerConfig",
+    "ServerConfig",
 ]
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
@@ -200,3 +201,33 @@ class EngineConfig:
                 f"there is no option {unknown!r}: " + (f"do you mean {near[0]!r}?" if near else "remove it")
             )
         return cls(**built)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP server."""
+
+    host: str = _option("127.0.0.1", "address to listen on")
+    port: int = _option(8000, "port to listen on")
+    served_model_name: str | None = _option(None, "what requests call the base model; default: its own name")
+    api_keys: str | None = _option(
+        None, "file of API keys, see `mlserve keys`; default: no key is needed, and nobody may administer"
+    )
+    adapter_roots: str | None = _option(
+        None, "folders, separated by commas, that administrators may load adapters from; default: adapter_dir"
+    )
+    allowed_origins: str | None = _option(None, "web origins, separated by commas, whose pages may call the server")
+    max_requests: int = _option(512, "requests in the server at once; more are told to come back later")
+    max_body_bytes: int = _option(32 * 2**20, "largest body of a request")
+    request_timeout: float = _option(600.0, "seconds that a request may take")
+    drain_timeout: float = _option(30.0, "seconds that running requests have when the server is told to stop")
+    tool_call_format: str | None = _option(
+        None, "how the model writes tool calls; default: found out from its chat template"
+    )
+    log_prompts: bool = _option(False, "write prompts and answers to the log")
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_body_bytes", "request_timeout", "drain_timeout"):
+            _require_positive(name, getattr(self, name))
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port is {self.port}: give one from 1 to 65535, or 0 for any that is free")

@@ -1,0 +1,1 @@
+"""The routes, one module for each part of the API."""

@@ -1,0 +1,95 @@
+"""/v1/completions"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from mlserve.errors import SamplingParamsError
+from mlserve.request import RequestOutput, SamplingParams, StreamOutput
+from mlserve.server.auth import Principal
+from mlserve.server.completion_answer import CompletionAnswer
+from mlserve.server.generation import Job, complete, outputs_of, while_connected
+from mlserve.server.merging import merge
+from mlserve.server.protocol.common import error_responses
+from mlserve.server.protocol.completions import CompletionBody
+from mlserve.server.serving import PrincipalDep, RequestIdDep, Serving, ServingDep
+from mlserve.server.sse import EventStream
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1", tags=["completions"])
+
+
+@router.post("/completions", responses=error_responses(404, 429, 500, 503, 504))
+async def create_completion(
+    request: Request, body: CompletionBody, serving: ServingDep, principal: PrincipalDep, request_id: RequestIdDep
+) -> Response:
+    """Go on from a prompt, or from each of several."""
+    request.state.user = body.user
+    async with AsyncExitStack() as held:
+        held.enter_context(serving.gate.enter(principal))
+        params = body.sampling()
+        if body.stream and body.echo and params.logprobs is not None:
+            raise SamplingParamsError(
+                "echo with logprobs can't be streamed: leave out one of stream, echo and logprobs"
+            )
+        prompts = body.prompts()
+        jobs = await asyncio.to_thread(_jobs, serving, principal, request_id, body, params)
+        answer = CompletionAnswer(
+            request_id,
+            int(time.time()),
+            body.model or serving.model_name,
+            serving.tokenizer,
+            params,
+            prompts,
+            bool(body.echo),
+            body.includes_usage,
+        )
+        if not body.stream:
+            return JSONResponse(answer.whole(await while_connected(request, _complete_all(serving, jobs))))
+        outputs = merge([outputs_of(serving, job) for job in jobs])
+        held.push_async_callback(outputs.aclose)
+        first = await while_connected(request, anext(outputs))
+        return EventStream(answer.events(_with_first(first, outputs)), held.pop_all())
+
+
+def _jobs(
+    serving: Serving, principal: Principal, request_id: str, body: CompletionBody, params: SamplingParams
+) -> list[Job]:
+    options = serving.options(principal, body.model, body.cache_salt, body.priority)
+    jobs = []
+    for number, prompt in enumerate(body.prompts()):
+        ids = serving.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        jobs.append(Job(f"{request_id}-{number}", ids, params, options))
+    return jobs
+
+
+async def _complete_all(serving: Serving, jobs: Sequence[Job]) -> list[RequestOutput]:
+    """All or none: if one is refused or fails, the others are aborted."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(complete(serving, job)) for job in jobs]
+    except* Exception as errors:
+        raise _first(errors) from None
+    return [task.result() for task in tasks]
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def _with_first(
+    first: tuple[int, StreamOutput], rest: AsyncGenerator[tuple[int, StreamOutput]]
+) -> AsyncGenerator[tuple[int, StreamOutput]]:
+    yield first
+    async for output in rest:
+        yield output

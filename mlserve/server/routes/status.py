@@ -1,0 +1,53 @@
+"""Whether the server lives and serves, what it is, and its figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_PLAIN_1_0_0
+
+from mlserve import __version__
+from mlserve.engine.engine import Engine
+from mlserve.engine.stats import EngineStats
+from mlserve.server.protocol.common import error_responses
+from mlserve.server.serving import ServingDep
+
+__all__ = ["engine_stats", "router"]
+
+router = APIRouter(tags=["status"], responses=error_responses())
+
+
+@router.get("/health")
+async def health() -> dict[str, str]:
+    """The process answers."""
+    return {"status": "ok"}
+
+
+@router.get("/ready", responses=error_responses(503))
+async def ready(serving: ServingDep) -> Response:
+    """Requests are served: 503 if the engine has ended."""
+    if serving.engine.is_running:
+        return JSONResponse({"status": "ready"})
+    return JSONResponse({"status": "the engine has ended"}, 503)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The version of mlserve."""
+    return {"version": __version__}
+
+
+@router.get("/metrics", responses=error_responses(503))
+async def metrics(serving: ServingDep) -> Response:
+    """For Prometheus."""
+    return Response(
+        serving.metrics.exposition(await engine_stats(serving)), headers={"Content-Type": CONTENT_TYPE_PLAIN_1_0_0}
+    )
+
+
+async def engine_stats(serving: Any) -> EngineStats:
+    """The engine's figures, between two steps."""
+    stats: EngineStats = await serving.engine.call(Engine.stats)
+    return stats

@@ -1,0 +1,83 @@
+"""Runs the server until it is told to stop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import uvicorn
+
+from mlserve.config import EngineConfig, ServerConfig
+from mlserve.engine.async_engine import AsyncEngine
+from mlserve.engine.build import build_engine
+from mlserve.server.app import create_app
+from mlserve.server.logs import configure_logging
+from mlserve.server.serving import Serving
+
+__all__ = ["serve"]
+
+logger = logging.getLogger(__name__)
+
+
+def serve(config: EngineConfig, server: ServerConfig, adapters: Mapping[str, str | Path]) -> None:
+    """Load a model and adapters, and answer requests. On SIGTERM or SIGINT no more are taken; those that run have
+    `drain_timeout` seconds to end.
+
+    Raises `ModelError`, `AdapterError` or `ConfigError` before it listens.
+    """
+    configure_logging()
+    inner = build_engine(config)
+    for name, path in adapters.items():
+        inner.adapters.load(name, path)
+    with AsyncEngine(inner) as engine:
+        serving = Serving.over(inner, engine, server, config.model.model, config.adapters.adapter_dir)
+        _warn_if_exposed(server)
+        _Server(
+            uvicorn.Config(
+                create_app(serving),
+                host=server.host,
+                port=server.port,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                timeout_graceful_shutdown=math.ceil(server.drain_timeout),
+            ),
+            serving,
+        ).run()
+    inner.adapters.close()
+
+
+class _Server(uvicorn.Server):
+    """Says where it listens and how to ask, once it does."""
+
+    def __init__(self, config: uvicorn.Config, serving: Serving) -> None:
+        super().__init__(config)
+        self._serving = serving
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        await super().startup(sockets)  # type: ignore[arg-type]
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            print(greeting(f"http://{host}:{port}", self._serving), flush=True)
+
+
+def greeting(address: str, serving: Serving) -> str:
+    """The address, and one line to try it with."""
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"model": serving.model_name, "messages": [question], "temperature": 0})
+    key = "" if serving.keys.is_open else ' -H "Authorization: Bearer $MLSERVE_API_KEY"'
+    curl = f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
+    models = ", ".join([serving.model_name, *serving.adapters.names()[:16]])
+    return f"mlserve listens at {address} (chat page: {address}/)\nmodels: {models}\n{curl}"
+
+
+def _warn_if_exposed(server: ServerConfig) -> None:
+    if server.api_keys is None and server.host not in ("127.0.0.1", "localhost", "::1"):
+        logger.warning(
+            "the server listens on %s and needs no key: anybody who reaches it may use it; set --api-keys", server.host
+        )

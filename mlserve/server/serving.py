@@ -1,0 +1,119 @@
+"""What the routes work with, made once and never changed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from mlserve.adapters.registry import AdapterRegistry
+from mlserve.config import ServerConfig
+from mlserve.engine.admission import Limits
+from mlserve.engine.async_engine import AsyncEngine
+from mlserve.engine.engine import Engine
+from mlserve.engine.media import ImageDesk
+from mlserve.engine.tokenizer import Tokenizer
+from mlserve.errors import AdapterNotFoundError
+from mlserve.request import RequestOptions
+from mlserve.server.auth import KeyRing, Principal
+from mlserve.server.errors import ApiError
+from mlserve.server.gate import Gate
+from mlserve.server.metrics import Metrics
+from mlserve.server.tenants import tenant_salt
+
+__all__ = ["AdminDep", "PrincipalDep", "RequestIdDep", "Serving", "ServingDep"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Serving:
+    """An engine in its thread, those of its parts that any thread may use, and the server's own."""
+
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+    adapters: AdapterRegistry
+    images: ImageDesk | None
+    limits: Limits
+    config: ServerConfig
+    model_name: str  # what requests call the base model
+    keys: KeyRing
+    gate: Gate
+    metrics: Metrics
+    adapter_roots: tuple[Path, ...]  # that adapters may be loaded from over HTTP
+    created: int  # Unix seconds
+
+    @classmethod
+    def over(
+        cls, inner: Engine, engine: AsyncEngine, config: ServerConfig, model_name: str, adapter_dir: str | None = None
+    ) -> Serving:
+        """`engine` runs `inner`. Raises `ConfigError` for a file of keys that can't be read."""
+        roots = config.adapter_roots.split(",") if config.adapter_roots else [adapter_dir] if adapter_dir else []
+        return cls(
+            engine,
+            inner.tokenizer,
+            inner.adapters,
+            inner.images,
+            inner.limits,
+            config,
+            config.served_model_name or model_name,
+            KeyRing(None) if config.api_keys is None else KeyRing.read(config.api_keys),
+            Gate(config.max_requests),
+            Metrics(),
+            tuple(Path(root.strip()).resolve() for root in roots),
+            int(time.time()),
+        )
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a request's `model` means, None for the base model. Raises `AdapterNotFoundError`."""
+        if model is None or model == self.model_name:
+            return None
+        try:
+            self.adapters.require(model)
+        except AdapterNotFoundError as error:
+            raise AdapterNotFoundError(f"there is no model {model[:256]!r} here ({error})") from None
+        return model
+
+    def options(
+        self, principal: Principal, model: str | None, salt: str | None, priority: int | None
+    ) -> RequestOptions:
+        """What a request of that principal is, besides its prompt and its sampling."""
+        return RequestOptions(
+            adapter=self.adapter_of(model),
+            priority=priority or 0,
+            cache_salt=tenant_salt(principal, salt),
+            tenant=principal.tenant,
+        )
+
+
+def _serving(request: Request) -> Serving:
+    serving: Serving = request.app.state.serving
+    return serving
+
+
+def _principal(request: Request) -> Principal:
+    principal: Principal = request.state.principal
+    return principal
+
+
+def _admin(request: Request) -> Principal:
+    principal = _principal(request)
+    if principal.is_admin:
+        return principal
+    raise ApiError(
+        403,
+        "this needs an administrator's API key: make one with `mlserve keys --admin`, and start with --api-keys",
+        code="forbidden",
+    )
+
+
+def _request_id(request: Request) -> str:
+    request_id: str = request.state.request_id
+    return request_id
+
+
+ServingDep = Annotated[Serving, Depends(_serving)]
+PrincipalDep = Annotated[Principal, Depends(_principal)]
+AdminDep = Annotated[Principal, Depends(_admin)]
+RequestIdDep = Annotated[str, Depends(_request_id)]
