@@ -50,6 +50,12 @@ class FakeRegistry:
         self.leases: set[FakeLease] = set()
         self.waited = 0
 
+    def names(self) -> list[str]:
+        return sorted(self.adapters)
+
+    def list(self) -> list[object]:
+        return []
+
     def require(self, name: str) -> None:
         if name not in self.adapters:
             raise AdapterNotFoundError(f"there is no adapter {name!r}")

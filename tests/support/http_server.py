@@ -1,0 +1,67 @@
+"""The real server in a thread of its own, over any engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+from waiting import wait_until
+
+from mlserve.config import ServerConfig
+from mlserve.engine.async_engine import AsyncEngine
+from mlserve.engine.engine import Engine
+from mlserve.server.app import create_app
+from mlserve.server.serving import Serving
+
+MODEL = "tiny"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that listens."""
+
+    url: str
+    serving: Serving
+    engine: Engine  # to look at while nothing runs
+    opened: ExitStack  # what is closed with the server
+
+    def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
+        options = {"max_retries": 0, "timeout": 30, **options}
+        return self.opened.enter_context(openai.OpenAI(api_key=key, base_url=f"{self.url}/v1", **options))
+
+    def http(self, **options: Any) -> httpx.Client:
+        """For what the openai package can't send."""
+        return self.opened.enter_context(httpx.Client(base_url=self.url, **{"timeout": 30, **options}))
+
+    def wait_until_idle(self, seconds: float = 5.0) -> None:
+        """Until no request is in the server and no block is referenced."""
+        wait_until(lambda: self.serving.gate.num_requests == 0 and not self.engine.has_work(), seconds)
+        assert self.engine.cache.stats().num_referenced == 0
+
+
+@contextmanager
+def served(engine: Engine, adapter_dir: str | None = None, **config: Any) -> Iterator[Served]:
+    """Serve an engine; at the end its pool must be whole and idle."""
+    with AsyncEngine(engine) as running:
+        serving = Serving.over(engine, running, ServerConfig(**config), MODEL, adapter_dir)
+        options = uvicorn.Config(create_app(serving), port=0, log_config=None, access_log=False, ws="none")
+        server = uvicorn.Server(options)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        try:
+            wait_until(lambda: server.started, 10)
+            port = server.servers[0].sockets[0].getsockname()[1]
+            with ExitStack() as opened:
+                yield Served(f"http://127.0.0.1:{port}", serving, engine, opened)
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive(), "the server did not end"
+    assert engine.cache.stats().num_referenced == 0
+    engine.cache.check()
