@@ -17,6 +17,7 @@ from mlserve.config import (
     Policy,
     SchedulerConfig,
 )
+from mlserve.constraint import Constraint, ConstraintKind
 from mlserve.errors import (
     AdapterError,
     AdapterFileNotFoundError,
@@ -69,6 +70,8 @@ __all__ = [
     "CapacityError",
     "CompletionOutput",
     "ConfigError",
+    "Constraint",
+    "ConstraintKind",
     "CorruptAdapterError",
     "CorruptImageError",
     "CorruptWeightsError",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from mlserve.constraint import Constraint
 from mlserve.errors import SamplingParamsError
 
 __all__ = [
@@ -67,6 +68,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None  # how many of the likeliest tokens to report beside the chosen one
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None  # what the answer must look like
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids"):
@@ -77,6 +79,8 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         _check_numbers(self)
         _check_lists(self)
+        fits = self.constraint is None or isinstance(self.constraint, Constraint)
+        _require(fits, "constraint", self.constraint, "a Constraint, or None")
         if self.min_tokens > self.max_tokens:
             raise SamplingParamsError(
                 f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}: lower it or raise max_tokens"

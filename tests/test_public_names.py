@@ -6,7 +6,7 @@ import pytest
 from tree import run_python
 
 import mlserve
-from mlserve import config, errors, request
+from mlserve import config, constraint, errors, request
 
 
 def test_every_name_exists() -> None:
@@ -20,7 +20,7 @@ def test_names_are_sorted_and_listed_by_dir() -> None:
 
 
 def test_all_plain_data_is_public() -> None:
-    for module in (config, errors, request):
+    for module in (config, constraint, errors, request):
         assert {*module.__all__} <= {*mlserve.__all__}
         for name in module.__all__:
             assert getattr(mlserve, name) is getattr(module, name)

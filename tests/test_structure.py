@@ -11,13 +11,14 @@ import pytest
 import torch
 from tree import PACKAGES, ROOT, imports, module_files, run_python, tree_files
 
-# Which other parts each part may import. `errors`, `config` and `request` are plain data that every part above the
+# Which other parts each part may import. `errors`, `config`, `constraint` and `request` are plain data that every part above the
 # kernels may use; an option of `config` may be an object of a part that it names for type checkers.
 _BELOW_ENGINE = {"model", "cache", "adapters", "vision", "kernels"}
 _TOP = {"llm", "cli", "terminal", "inspection", "server", "client"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "request": {"errors"},
+    "constraint": {"errors"},
+    "request": {"constraint", "errors"},
     "config": {"errors", "cache", "engine", "vision"},
     "kernels": {"errors"},
     "adapters": {"kernels"},
@@ -27,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": _BELOW_ENGINE,
     **{part: _TOP | _BELOW_ENGINE | {"engine"} for part in _TOP},
 }
-PLAIN = {"errors", "config", "request"}
+PLAIN = {"errors", "config", "constraint", "request"}
 FREE_OF_TORCH = ("mlserve", "mlserve.cache", "mlserve.engine.scheduler", "mlserve.engine.queues", "mlserve.model.plan")
 
 MAX_LINES = 350

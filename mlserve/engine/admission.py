@@ -15,6 +15,7 @@ import xxhash
 from mlserve.cache.manager import CacheManager
 from mlserve.cache.marks import Mark, MarkKind, salt_mark
 from mlserve.config import Policy
+from mlserve.engine.constraints import CompiledConstraint, ConstraintCompiler
 from mlserve.engine.media import GivenImage, ImageDesk, image_mark, no_images_error
 from mlserve.engine.prompt import validate_prompt_ids
 from mlserve.engine.sequence import EngineRequest, Sequence
@@ -50,11 +51,13 @@ class RequestFactory:
         cache: CacheManager,
         limits: Limits,
         policy: Policy | Callable[[], WaitingQueue],
+        constraints: ConstraintCompiler,
         images: ImageDesk | None = None,
     ) -> None:
         self.limits = limits
         self._images = images
         self._policy = policy
+        self._constraints = constraints
         self._tokenizer = tokenizer
         self._cache = cache
         self._arrivals = 0
@@ -70,7 +73,8 @@ class RequestFactory:
     ) -> EngineRequest:
         """Check everything, tokenise, and lay out the sequences.
 
-        Raises `PromptError`, `SamplingParamsError` or `CapacityError`; nothing is kept of a refused request.
+        A constraint that hasn't been compiled is compiled here. Raises `PromptError`, `SamplingParamsError` or
+        `CapacityError`; nothing is kept of a refused request.
         """
         if options.priority and self._policy in (Policy.FAIR, Policy.FCFS):
             raise RequestError(
@@ -84,6 +88,7 @@ class RequestFactory:
         self._check_length(len(prompt_ids))
         self._check_images(placed)
         self._check_token_ids(params)
+        constraint = None if params.constraint is None else self._constraints.compile(params.constraint)
         request = EngineRequest(
             request_id=request_id,
             prompt_token_ids=prompt_ids,
@@ -99,7 +104,7 @@ class RequestFactory:
             rope_positions=None if self._images is None else self._images.rope_positions(len(prompt_ids), placed),
         )
         self._arrivals += 1
-        self._add_sequences(request)
+        self._add_sequences(request, constraint)
         return request
 
     def use_adapter(self, request: EngineRequest, adapter: HostAdapter) -> None:
@@ -155,7 +160,7 @@ class RequestFactory:
                     f"{name} has token {beyond[0]}, the vocabulary has {size}: give ids below {size}"
                 )
 
-    def _add_sequences(self, request: EngineRequest) -> None:
+    def _add_sequences(self, request: EngineRequest, constraint: CompiledConstraint | None) -> None:
         params, limits = request.params, self.limits
         eos = () if params.ignore_eos else limits.eos_token_ids
         num_prompt = len(request.prompt_token_ids)
@@ -177,6 +182,7 @@ class RequestFactory:
                     stop_ids=frozenset((*eos, *params.stop_token_ids)),
                     banned_until_min=(*limits.eos_token_ids, *params.stop_token_ids),
                     bad_words_ids=bad_words,
+                    matcher=None if constraint is None else constraint.matcher(may_end=not params.ignore_eos),
                     wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
                     flow=(None, request.options.tenant),
                     whole_ranges=whole_ranges,

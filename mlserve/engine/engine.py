@@ -12,6 +12,7 @@ from mlserve.cache.manager import CacheManager
 from mlserve.config import SchedulerConfig
 from mlserve.engine.admission import Limits, RequestFactory
 from mlserve.engine.arrivals import Arrivals
+from mlserve.engine.constraints import ConstraintCompiler
 from mlserve.engine.media import GivenImage, ImageDesk
 from mlserve.engine.outputs import OutputProcessor
 from mlserve.engine.scheduler import Scheduler
@@ -41,7 +42,7 @@ class Runner(Protocol):
 class Engine:
     """Not thread-safe: one thread adds, steps and aborts (`AsyncEngine` does so for many callers).
 
-    `adapters` is: whoever manages adapters calls it from any thread.
+    `adapters` is: whoever manages adapters calls it from any thread. So is `constraints`.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class Engine:
         self.limits = limits
         self.adapters = adapters
         self.images = images
+        self.constraints = ConstraintCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
         self.scheduler = Scheduler(scheduler, cache, slots)
         self._arrivals = Arrivals()
         self._requests: dict[str, EngineRequest] = {}
-        self._factory = RequestFactory(tokenizer, cache, limits, scheduler.policy, images)
+        self._factory = RequestFactory(tokenizer, cache, limits, scheduler.policy, self.constraints, images)
         self._outputs = OutputProcessor(tokenizer, self.scheduler.finish)
         self._unsent: list[StreamOutput] = []  # outputs of requests that ended when they were submitted
 

@@ -17,7 +17,7 @@ from mlserve.cache.manager import CacheManager, Hit
 from mlserve.config import Policy, SchedulerConfig
 from mlserve.engine.queues import waiting_queue
 from mlserve.engine.sequence import Sequence
-from mlserve.model.plan import SlotLoad, StepPlan, StepResult
+from mlserve.model.plan import SlotLoad, StepPlan, StepResult, TokenMatcher
 from mlserve.request import FinishReason
 
 __all__ = ["Scheduler"]
@@ -95,6 +95,7 @@ class Scheduler:
             return
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
+        sequence.matcher = None  # a grammar's state may take megabytes
         at = bisect_left(self.running, sequence.order, key=_ORDER)
         if at < len(self.running) and self.running[at] is sequence:
             del self.running[at]
@@ -121,8 +122,19 @@ class Scheduler:
         num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
         if token in sequence.stop_ids and num_output >= sequence.params.min_tokens:
             self.finish(sequence, FinishReason.STOP, token if token in sequence.params.stop_token_ids else None)
-        elif len(sequence.token_ids) >= sequence.max_total_tokens:
+            return
+        if sequence.matcher is not None:
+            self._match(sequence, sequence.matcher, token)
+        if len(sequence.token_ids) >= sequence.max_total_tokens:
             self.finish(sequence, FinishReason.LENGTH)
+
+    def _match(self, sequence: Sequence, matcher: TokenMatcher, token: int) -> None:
+        matcher.advance(token)
+        if matcher.error is not None:
+            sequence.error = matcher.error
+            self.finish(sequence, FinishReason.ERROR)
+        elif matcher.is_complete:
+            self.finish(sequence, FinishReason.STOP)
 
     def _continue_running(self, chosen: dict[Sequence, int]) -> int:
         """Decodes first, so that no long prefill holds them up; then prefills. Returns what is left of the budget."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mlserve.cache.manager import SequenceBlocks
 from mlserve.cache.marks import Mark
+from mlserve.model.plan import TokenMatcher
 from mlserve.request import FinishReason, RequestMetrics, RequestOptions, SamplingParams
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()  # tokens that end it
     banned_until_min: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    matcher: TokenMatcher | None = None  # has taken over all tokens of the output; None: no constraint, or ended
     wants_prompt_logprobs: bool = False
     num_computed: int = 0
     overtaken: int = 0  # how often a later sequence was admitted while this one waited for blocks or for a slot

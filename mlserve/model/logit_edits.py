@@ -29,6 +29,7 @@ def is_edited(row: SamplingRow) -> bool:
         or p.logit_bias
         or row.bad_words_ids
         or p.allowed_token_ids is not None
+        or row.matcher is not None
     )
 
 

@@ -5,16 +5,58 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from mlserve.request import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from mlserve.adapters.host import HostAdapter
     from mlserve.model.positions import RopePositions
     from mlserve.vision.placement import PlacedImage
 
-__all__ = ["PlannedSequence", "SamplingRow", "SlotLoad", "StepPlan", "StepResult"]
+__all__ = ["MaskWriter", "PlannedSequence", "SamplingRow", "SlotLoad", "StepPlan", "StepResult", "TokenMatcher"]
+
+
+class TokenMatcher(Protocol):
+    """How far a sequence is in the grammar that it must follow; the engine's `GrammarMatcher` is one."""
+
+    @property
+    def masks(self) -> MaskWriter[Self]:
+        """Writes the masks of all matchers of an engine."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no token may follow."""
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """Why it can't go on."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """Take over a token that was chosen. Sets `error` if it isn't one that may follow."""
+        ...
+
+
+MatcherT = TypeVar("MatcherT", contravariant=True)
+
+
+class MaskWriter(Protocol[MatcherT]):
+    """Says which tokens may follow, for many sequences at once."""
+
+    @property
+    def num_words(self) -> int:
+        """Length of a mask."""
+        ...
+
+    def write(self, matchers: Sequence[MatcherT], masks: np.ndarray) -> None:
+        """Fill `masks: [len(matchers), num_words]` int32: bit `i % 32` of word `i // 32` says whether token i may
+        follow. A matcher that fails has its `error` set, and its mask says nothing. Changes no matcher's place."""
+        ...
 
 
 class SamplingRow(Protocol):
@@ -48,6 +90,11 @@ class SamplingRow(Protocol):
     @property
     def bad_words_ids(self) -> Sequence[tuple[int, ...]]:
         """Token sequences that must not come up."""
+        ...
+
+    @property
+    def matcher(self) -> TokenMatcher | None:
+        """How far it is in its grammar, if it must follow one."""
         ...
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from mlserve.model.logit_edits import edited_logits, is_edited
 from mlserve.model.logprobs import prompt_logprobs, token_logprobs
 from mlserve.model.plan import SamplingRow
+from mlserve.model.token_masks import mask_tokens
 from mlserve.model.uniform import uniforms
 from mlserve.request import SamplingParams, TokenLogprob
 
@@ -49,9 +50,11 @@ class Sampler:
         """`logits: [R, V]` float32, left as they are; one entry of `rows` for each row."""
         best, ids = logits.max(-1)  # [R], [R]; a NaN is the largest
         edited_at = [i for i, row in enumerate(rows) if is_edited(row)]
-        edited = logits[:0]
+        edited, failures = logits[:0], {}
         if edited_at:
-            edited = edited_logits(logits[edited_at], [rows[i] for i in edited_at])
+            edited_rows = [rows[i] for i in edited_at]
+            edited = edited_logits(logits[edited_at], edited_rows)
+            failures = {edited_at[j]: reason for j, reason in mask_tokens(edited, edited_rows).items()}
             best[edited_at], ids[edited_at] = edited.max(-1)
         token_ids: list[int] = ids.tolist()
         drawn_at = [i for i, row in enumerate(rows) if not row.params.is_greedy]
@@ -61,7 +64,7 @@ class Sampler:
             weights = self._gather(logits, at, edited, edited_at)
             for i, token_id in zip(at, _draw(weights, best[at], [rows[i] for i in at]), strict=True):
                 token_ids[i] = token_id
-        errors = {i: _reason(value) for i, value in enumerate(best.tolist()) if not math.isfinite(value)}
+        errors = {i: _reason(value) for i, value in enumerate(best.tolist()) if not math.isfinite(value)} | failures
         return SampledTokens(token_ids, _logprobs(logits, rows, token_ids, errors), errors)
 
     def _gather(self, logits: Tensor, at: list[int], edited: Tensor, edited_at: list[int]) -> Tensor:
@@ -180,7 +183,10 @@ def _reason(best: float) -> str:
         return "the model's logits for the next token hold NaN: check the weights, or use dtype float32"
     if best > 0:
         return "the model's logits for the next token overflow: use dtype float32 or bfloat16"
-    return "no token is left to choose: allowed_token_ids, bad_words, logit_bias and min_tokens rule all of them out"
+    return (
+        "no token is left to choose: constraint, allowed_token_ids, bad_words, logit_bias and min_tokens rule all of "
+        "them out"
+    )
 
 
 def _logprobs(

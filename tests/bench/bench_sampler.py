@@ -40,6 +40,7 @@ class Row:
     num_prompt_tokens: int = 200
     banned_until_min: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    matcher: None = None
 
     @property
     def token_ids(self) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlserve.model.plan import TokenMatcher
 from mlserve.request import SamplingParams
 
 
@@ -18,6 +19,7 @@ class Row:
     seed: int = 0
     banned_until_min: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    matcher: TokenMatcher | None = None
 
 
 def row(
@@ -27,7 +29,9 @@ def row(
     row_seed: int = 0,
     banned_until_min: tuple[int, ...] = (),
     bad_words_ids: tuple[tuple[int, ...], ...] = (),
+    matcher: TokenMatcher | None = None,
     **params: Any,
 ) -> Row:
     """A row after `output`; the other keywords are `SamplingParams`."""
-    return Row(SamplingParams(**params), [*prompt, *output], len(prompt), row_seed, banned_until_min, bad_words_ids)
+    tokens = [*prompt, *output]
+    return Row(SamplingParams(**params), tokens, len(prompt), row_seed, banned_until_min, bad_words_ids, matcher)
