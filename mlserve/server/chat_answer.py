@@ -13,7 +13,7 @@ from mlserve.server.protocol.common import usage_of
 from mlserve.server.sse import event
 from mlserve.server.tools.deltas import CallArguments, CallStart, Content, Delta, join
 
-__all__ = ["ChatAnswer", "OutputParser", "image_reports", "with_first"]
+__all__ = ["ChatAnswer", "OutputParser", "PlainText", "image_reports"]
 
 
 class OutputParser(Protocol):
@@ -185,11 +185,3 @@ def image_reports(images: list[ImageReport | None]) -> dict[str, Any]:
         for image in images
     ]
     return {"images": reports}
-
-
-async def with_first(first: StreamOutput, rest: AsyncIterator[StreamOutput]) -> AsyncGenerator[StreamOutput]:
-    """A stream whose first output was waited for apart, to learn whether it can be served at all."""
-    yield first
-    if first.completed is None:
-        async for output in rest:
-            yield output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from mlserve.request import RequestOptions, RequestOutput, SamplingParams, Strea
 from mlserve.server.errors import ClientGoneError
 from mlserve.server.serving import Serving
 
-__all__ = ["Job", "complete", "outputs_of", "while_connected"]
+__all__ = ["Job", "complete", "opened", "outputs_of", "while_connected"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,21 @@ async def complete(serving: Serving, job: Job) -> RequestOutput:
             if output.completed is not None:
                 return output.completed
     raise StepError("the engine ended a request without its output: try again")
+
+
+async def opened(request: Request, outputs: AsyncGenerator[T], held: AsyncExitStack) -> AsyncGenerator[T]:
+    """The same outputs, once it is sure that there are any: before, errors can still be answered with their status.
+
+    `outputs` is closed when `held` is left. Raises what `outputs` does, and `ClientGoneError`.
+    """
+    held.push_async_callback(outputs.aclose)
+    return _with_first(await while_connected(request, anext(outputs)), outputs)
+
+
+async def _with_first(first: T, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    yield first
+    async for output in rest:
+        yield output
 
 
 async def while_connected(request: Request, awaitable: Awaitable[T]) -> T:

@@ -88,7 +88,7 @@ class CompletionLogprobs:
         return taken
 
     def _top(self, text: str, entry: TokenLogprob) -> dict[str, float]:
-        """The likeliest tokens and, as in OpenAI's API, the chosen one. Of those that look alike the likelier counts."""
+        """The likeliest tokens and, as in OpenAI's API, the chosen one. Of those that look alike the likelier one."""
         return {text: entry.logprob} | {self._text(i): logprob for i, logprob in reversed(entry.top)}
 
     def _text(self, token_id: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +14,23 @@ from mlserve.adapters.registry import AdapterRegistry
 from mlserve.config import ServerConfig
 from mlserve.engine.admission import Limits
 from mlserve.engine.async_engine import AsyncEngine
+from mlserve.engine.constraints import ConstraintCompiler
 from mlserve.engine.engine import Engine
 from mlserve.engine.media import ImageDesk
 from mlserve.engine.tokenizer import Tokenizer
-from mlserve.errors import AdapterNotFoundError
+from mlserve.errors import AdapterNotFoundError, PromptError
 from mlserve.request import RequestOptions
 from mlserve.server.auth import KeyRing, Principal
 from mlserve.server.errors import ApiError
 from mlserve.server.gate import Gate
 from mlserve.server.metrics import Metrics
 from mlserve.server.tenants import tenant_salt
+from mlserve.server.tools.formats import ToolFormat, format_named
+from mlserve.server.tools.templates import detect_format
 
 __all__ = ["AdminDep", "PrincipalDep", "RequestIdDep", "Serving", "ServingDep"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,9 +41,11 @@ class Serving:
     tokenizer: Tokenizer
     adapters: AdapterRegistry
     images: ImageDesk | None
+    constraints: ConstraintCompiler
     limits: Limits
     config: ServerConfig
     model_name: str  # what requests call the base model
+    tool_format: ToolFormat | None  # how the model writes calls of tools; None: it isn't known
     keys: KeyRing
     gate: Gate
     metrics: Metrics
@@ -48,16 +56,18 @@ class Serving:
     def over(
         cls, inner: Engine, engine: AsyncEngine, config: ServerConfig, model_name: str, adapter_dir: str | None = None
     ) -> Serving:
-        """`engine` runs `inner`. Raises `ConfigError` for a file of keys that can't be read."""
+        """`engine` runs `inner`. Raises `ConfigError` for a file of keys that can't be read, and unknown formats."""
         roots = config.adapter_roots.split(",") if config.adapter_roots else [adapter_dir] if adapter_dir else []
         return cls(
             engine,
             inner.tokenizer,
             inner.adapters,
             inner.images,
+            inner.constraints,
             inner.limits,
             config,
             config.served_model_name or model_name,
+            _tool_format(config.tool_call_format, inner.tokenizer.chat_template),
             KeyRing(None) if config.api_keys is None else KeyRing.read(config.api_keys),
             Gate(config.max_requests),
             Metrics(),
@@ -85,6 +95,17 @@ class Serving:
             cache_salt=tenant_salt(principal, salt),
             tenant=principal.tenant,
         )
+
+
+def _tool_format(name: str | None, chat_template: str | None) -> ToolFormat | None:
+    """What was asked for, or what the template shows. One that can't be read is logged here, and fails all chats."""
+    if name is not None:
+        return format_named(name)
+    try:
+        return detect_format(chat_template)
+    except PromptError as error:
+        logger.error("%s", error)
+        return None
 
 
 def _serving(request: Request) -> Serving:

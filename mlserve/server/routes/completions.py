@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from mlserve.errors import SamplingParamsError
-from mlserve.request import RequestOutput, SamplingParams, StreamOutput
+from mlserve.request import RequestOutput, SamplingParams
 from mlserve.server.auth import Principal
 from mlserve.server.completion_answer import CompletionAnswer
-from mlserve.server.generation import Job, complete, outputs_of, while_connected
+from mlserve.server.generation import Job, complete, opened, outputs_of, while_connected
 from mlserve.server.merging import merge
 from mlserve.server.protocol.common import error_responses
 from mlserve.server.protocol.completions import CompletionBody
@@ -53,10 +53,8 @@ async def create_completion(
         )
         if not body.stream:
             return JSONResponse(answer.whole(await while_connected(request, _complete_all(serving, jobs))))
-        outputs = merge([outputs_of(serving, job) for job in jobs])
-        held.push_async_callback(outputs.aclose)
-        first = await while_connected(request, anext(outputs))
-        return EventStream(answer.events(_with_first(first, outputs)), held.pop_all())
+        outputs = await opened(request, merge([outputs_of(serving, job) for job in jobs]), held)
+        return EventStream(answer.events(outputs), held.pop_all())
 
 
 def _jobs(
@@ -85,11 +83,3 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-async def _with_first(
-    first: tuple[int, StreamOutput], rest: AsyncGenerator[tuple[int, StreamOutput]]
-) -> AsyncGenerator[tuple[int, StreamOutput]]:
-    yield first
-    async for output in rest:
-        yield output
