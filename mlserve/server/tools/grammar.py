@@ -33,8 +33,8 @@ Scan = Generator[None, str, None]
 Text = Generator[None, str, str]
 
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_ARGUMENT_KEYS = ("arguments", "parameters")
-_IGNORED_KEYS = ("id", "type")  # some models write them; their values are strings
+_ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+_IGNORED_KEYS = frozenset({"id", "type"})  # some models write them; their values are strings
 _WORD_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 _MAX_WORD = 64
 _MAX_SHORT_STRING = 128  # characters of a key, a name or an id in JSON
@@ -139,21 +139,23 @@ def _json_call(sink: CallSink, char: str) -> Scan:
     expect(char, "{")
     name: str | None = None
     given: str | None = None
+    keys = {"name", *_ARGUMENT_KEYS, *_IGNORED_KEYS}  # that may still come
     while char != "}":
         key = yield from _short_string((yield from space()))
+        if key not in keys:
+            raise Mismatch
+        keys -= _ARGUMENT_KEYS if key in _ARGUMENT_KEYS else {key}
         expect((yield from space()), ":")
         char = yield from space()
-        if key == "name" and name is None:
+        if key == "name":
             name = yield from _short_string(char)
             sink.begin(name)
             if given is not None:
                 sink.add(given)
-        elif key in _ARGUMENT_KEYS and given is None:
+        elif key in _ARGUMENT_KEYS:
             given = yield from arguments(None if name is None else sink, char)
-        elif key in _IGNORED_KEYS:
-            yield from _short_string(char)
         else:
-            raise Mismatch
+            yield from _short_string(char)
         char = yield from space()
         expect(char, ",}")
     if name is None:
