@@ -11,8 +11,8 @@ import pytest
 import torch
 from tree import PACKAGES, ROOT, imports, module_files, run_python, tree_files
 
-# Which other parts each part may import. `errors`, `config`, `constraint` and `request` are plain data that every part above the
-# kernels may use; an option of `config` may be an object of a part that it names for type checkers.
+# Which other parts each part may import. `errors`, `config`, `constraint` and `request` are plain data that every part
+# above the kernels may use; an option of `config` may be an object of a part that it names for type checkers.
 _BELOW_ENGINE = {"model", "cache", "adapters", "vision", "kernels"}
 _TOP = {"llm", "cli", "terminal", "inspection", "server", "client"}
 MAY_IMPORT: dict[str, set[str]] = {

@@ -27,9 +27,9 @@ MAX_CACHED = 64  # compiled grammars kept, each of up to a few megabytes
 MAX_REASON = 300  # characters of the library's that go into an error
 # Of JSON: a space, or a new line with its indentation. Without a bound models get lost in white space.
 WHITE_SPACE = r" |\n[ \t]{0,32}"
-# A set of parser items grows with the square of their number in ambiguous grammars: 2,000 take 0.8 s a step, 500 take
-# 0.02 s. JSON isn't ambiguous, and needs four for each optional property of an object.
-MAX_ITEMS, MAX_JSON_ITEMS = 500, 1000
+# The parser's time for a step grows with the square of these in an ambiguous grammar: 2,000 take 0.8 s, 500 0.02 s.
+# JSON isn't ambiguous, and needs four for each optional property of an object; 8,000 take 0.02 s.
+MAX_ITEMS, MAX_JSON_ITEMS = 500, 5000
 STEP_FUEL = 100_000  # of the lexer, for one mask: 7 ms
 MAX_LEXER_STATES = 25_000  # 0.5 to 2 kB each
 
@@ -131,16 +131,18 @@ class _Vocabulary:
         """See `MaskWriter`."""
         fill_next_token_bitmask_par(self._executor, [(m.handle, row) for row, m in enumerate(matchers)], masks)
         words = masks.view(np.uint32)
-        may_end = words[:, self._end // 32] >> np.uint32(self._end % 32) & 1
+        end_word, end_bit = self._end // 32, np.uint32(1 << self._end % 32)
+        may_end = words[:, end_word] & end_bit != 0
+        words[:, end_word] &= ~end_bit
         for row, matcher in enumerate(matchers):
             matcher.check()
             if may_end[row] and matcher.may_end:
                 np.bitwise_or.at(words[row], self._eos_words, self._eos_bits)
 
     def only_ends(self, matcher: LLMatcher) -> bool:
-        """Whether nothing may follow but the end."""
+        """Whether nothing may follow but the end. False for a matcher that fails."""
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        return int(np.bitwise_count(mask).sum()) == 1 and bool(mask[self._end // 8])
+        return not matcher.is_error() and int(np.bitwise_count(mask).sum()) == 1 and bool(mask[self._end // 8])
 
 
 class _TokenizerAdapter:
@@ -170,12 +172,21 @@ def _compile(constraint: Constraint, vocabulary: _Vocabulary) -> CompiledConstra
         verbose_errors=False,
     )
     start = LLMatcher(vocabulary.tokenizer, _grammar(constraint), log_level=0, limits=limits)
-    ends = not start.is_error() and vocabulary.only_ends(start)  # the first mask finds what compiling doesn't
-    if start.is_error():
-        raise SamplingParamsError(f"the constraint {kind} isn't served: {_reason(start)}")
-    if ends:
+    _check(kind, start)
+    if vocabulary.only_ends(start):
         raise SamplingParamsError(f"the constraint {kind} allows the empty answer only: give one that allows a text")
+    _check(kind, start)  # its first mask finds what compiling doesn't
+    beginning = start.deep_copy()
+    forced = beginning.compute_ff_bytes().split(b"\xff")[0]  # `{` of an object; 0xFF stands before special tokens
+    beginning.consume_tokens(vocabulary.tokenizer.tokenize_bytes(forced))
+    beginning.compute_bitmask()
+    _check(kind, beginning)
     return CompiledConstraint(start, vocabulary)
+
+
+def _check(kind: ConstraintKind, matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise SamplingParamsError(f"the constraint {kind} isn't served: {_reason(matcher)}")
 
 
 def _grammar(constraint: Constraint) -> str:
