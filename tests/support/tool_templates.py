@@ -11,10 +11,11 @@ QWEN = (
     "{%- for message in messages %}"
     "{%- if message.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ message.content }}\n</tool_response>"
     "<|im_end|>\n"
-    "{%- else %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-    "{%- for call in message.tool_calls or [] %}\n<tool_call>\n"
-    "{{- '{\"name\": \"' ~ call.function.name ~ '\", \"arguments\": ' ~ (call.function.arguments | tojson) ~ '}' }}"
-    "\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{%- for call in message.tool_calls or [] %}"
+    '{{- \'\\n<tool_call>\\n{"name": "\' ~ call.function.name ~ \'", "arguments": \' }}'
+    "{{- (call.function.arguments | tojson) ~ '}\\n</tool_call>' }}{% endfor %}"
+    "{{- '<|im_end|>\\n' }}{% endif %}{% endfor %}"
 )
 
 # Llama 3.1 and 3.2: one call per turn, results from the role ipython.

@@ -83,7 +83,7 @@ def _prepared_call(call: object, where: str) -> dict[str, Any]:
 def _arguments(given: object, name: str, where: str) -> dict[str, Any]:
     if isinstance(given, str):
         try:
-            given = json.loads(given) if given.strip() else {}  # OpenAI's models too write nothing for no arguments
+            given = json.loads(given, parse_constant=_refuse) if given.strip() else {}  # some send "" for no arguments
         except (ValueError, RecursionError) as error:
             raise PromptError(
                 f"{where} calls {name!r} with arguments that aren't JSON ({error}): correct them"
