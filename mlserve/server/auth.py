@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -20,6 +21,7 @@ from mlserve.errors import ConfigError
 __all__ = ["ANYONE", "KeyRing", "Principal", "create_key"]
 
 PREFIX = "mls-"
+SHA256 = re.compile("[0-9a-f]{64}")
 MAX_TENANT_LENGTH = 128
 
 
@@ -38,8 +40,11 @@ class Principal:
             raise ConfigError(f"a tenant's name has {len(self.tenant)} characters: give 1 to {MAX_TENANT_LENGTH}")
         for name in ("requests_per_minute", "max_concurrent"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name} of a key is {value!r}: give an integer from 1")
+        for name in ("is_admin", "shares_cache"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name} of a key is {getattr(self, name)!r}: give true or false")
 
 
 ANYONE = Principal()
@@ -93,8 +98,8 @@ def create_key(path: str | Path, principal: Principal) -> str:
 def _read_entries(path: str | Path) -> list[dict[str, Any]]:
     try:
         entries = json.loads(Path(path).read_text())["keys"]
-        if not all(isinstance(entry["sha256"], str) for entry in entries):
-            raise TypeError("sha256 is no string")
+        if not all(SHA256.fullmatch(entry["sha256"]) for entry in entries):
+            raise TypeError("sha256 is not 64 hexadecimal digits")
         return list(entries)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{str(path)!r} is no file of API keys ({error}): make one with `mlserve keys`") from None

@@ -42,7 +42,7 @@ class ApiError(MlserveError):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message.encode(errors="backslashreplace").decode())  # it may repeat what no body can hold
         self.status = status
         self.kind = kind
         self.param = param
@@ -89,7 +89,7 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Have all errors of an application answered in this form."""
+    """Have the errors of an application's routes answered in this form; those unforeseen are left to `Guard`."""
 
     async def known(_: Request, error: Exception) -> JSONResponse:
         return api_error(error).response()
@@ -105,12 +105,12 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, routing)
     app.add_exception_handler(MlserveError, known)
-    app.add_exception_handler(Exception, known)
 
 
 def _invalid_body(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body. Of unions the branch that came furthest says it best."""
-    first = max(error.errors(), key=lambda found: len(found["loc"]))
+    """The first thing that is wrong with a body. Of a union the branch of the right type says it best, then the one
+    that came furthest."""
+    first = max(error.errors(), key=lambda found: (not found["type"].endswith("_type"), len(found["loc"])))
     place = [str(part) for part in first["loc"] if part != "body"]
     param = place[0] if place and not place[0].isdigit() else None
     message = first["msg"] if param is None else f"{param}: {first['msg']}"

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlserve.server.auth import ANYONE, KeyRing, Principal
-from mlserve.server.errors import ApiError
+from mlserve.server.errors import ApiError, api_error
 
 __all__ = ["OPEN_PATHS", "Guard"]
 
@@ -50,11 +50,12 @@ class Guard:
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         principal = self._keys.find(headers.get("authorization", ""))
         scope.setdefault("state", {}).update(request_id=request_id, principal=principal or ANYONE)
-        status = 500
+        status, has_begun = 500, False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 status = message["status"]
                 MutableHeaders(scope=message).update({"X-Request-Id": request_id, **SECURITY_HEADERS})
             await send(message)
@@ -65,6 +66,10 @@ class Guard:
                 await refusal.response()(scope, receive, send_with_id)
             else:
                 await self.app(scope, _Bounded(receive, self._max_body_bytes), send_with_id)
+        except Exception as error:
+            if has_begun:
+                raise
+            await api_error(error).response()(scope, receive, send_with_id)
         finally:
             access_log.info(
                 "%s %s",

@@ -6,7 +6,9 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
@@ -36,20 +38,29 @@ def serve(config: EngineConfig, server: ServerConfig, adapters: Mapping[str, str
     with AsyncEngine(inner) as engine:
         serving = Serving.over(inner, engine, server, config.model.model, config.adapters.adapter_dir)
         _warn_if_exposed(server)
-        _Server(
-            uvicorn.Config(
-                create_app(serving),
-                host=server.host,
-                port=server.port,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                ws="none",
-                timeout_graceful_shutdown=math.ceil(server.drain_timeout),
-            ),
-            serving,
-        ).run()
+        options = uvicorn.Config(
+            create_app(serving),
+            host=server.host,
+            port=server.port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ws="none",
+            timeout_graceful_shutdown=math.ceil(server.drain_timeout),
+        )
+        with _sigterm_is_no_failure():
+            _Server(options, serving).run()
     inner.adapters.close()
+
+
+@contextmanager
+def _sigterm_is_no_failure() -> Iterator[None]:
+    """Once it has drained, uvicorn raises the signal that ended it again, for whoever handled it before."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Server(uvicorn.Server):
@@ -63,7 +74,8 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)  # type: ignore[arg-type]
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
-            print(greeting(f"http://{host}:{port}", self._serving), flush=True)
+            shown = f"[{host}]" if ":" in host else host
+            print(greeting(f"http://{shown}:{port}", self._serving), flush=True)
 
 
 def greeting(address: str, serving: Serving) -> str:

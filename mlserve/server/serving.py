@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,8 +131,8 @@ def _admin(request: Request) -> Principal:
 
 
 def _request_id(request: Request) -> str:
-    request_id: str = request.state.request_id
-    return request_id
+    """An id that no other request has; that of the log alone may be the client's, who may send it twice."""
+    return f"{request.state.request_id}-{secrets.token_hex(8)}"
 
 
 ServingDep = Annotated[Serving, Depends(_serving)]

@@ -5,22 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from mlserve.errors import SamplingParamsError
 from mlserve.request import MAX_STRINGS, RequestMetrics
 
-__all__ = ["Body", "SamplingBody", "StreamOptions", "error_responses", "usage_of"]
+__all__ = ["MAX_IDS", "Body", "SamplingBody", "StreamOptions", "error_responses", "usage_of"]
 
+MAX_FIELDS = 256  # of a body
 MAX_LIST = 1024
-Stops = Annotated[list[str], Field(max_length=MAX_STRINGS)]
-TokenIds = Annotated[list[int], Field(max_length=MAX_LIST)]
+MAX_IDS = 2**21  # of a prompt
+MAX_DIGITS = 20  # of a number that JSON has as a key
+# Long lists fail at the first wrong entry: to tell of each of a million would hold up everybody.
+Stops = Annotated[list[str], Field(max_length=MAX_STRINGS, fail_fast=True)]
+TokenIds = Annotated[list[StrictInt], Field(max_length=MAX_LIST, fail_fast=True)]
 
 
 class Body(BaseModel):
     """A field that isn't known is refused, rather than ignored."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, body: Any) -> Any:
+        """Each unknown field is an error of its own, and a body has room for millions."""
+        if isinstance(body, dict) and len(body) > MAX_FIELDS:
+            raise ValueError(f"an object has {len(body)} fields, more than {MAX_FIELDS}: send fewer")
+        return body
 
 
 class StreamOptions(Body):
@@ -89,7 +101,7 @@ _SAMPLING = (
 
 def _by_token(biases: Mapping[str, float]) -> dict[int, float]:
     """JSON's keys are strings."""
-    wrong = [token for token in biases if not token.isdecimal()]
+    wrong = [token for token in biases if not token.isdecimal() or len(token) > MAX_DIGITS]
     if wrong:
         raise SamplingParamsError(f"logit_bias has the key {wrong[0][:32]!r}: give token ids")
     return {int(token): bias for token, bias in biases.items()}
@@ -119,7 +131,7 @@ class ErrorBody(BaseModel):
     error: _Error
 
 
-Status = Literal[400, 401, 403, 404, 413, 429, 500, 503, 504]
+Status = Literal[400, 401, 403, 404, 409, 413, 429, 500, 503, 504]
 
 
 def error_responses(*statuses: Status) -> dict[int | str, dict[str, Any]]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, cast
 
-from pydantic import Field
+from pydantic import Field, StrictInt
 
+from mlserve.errors import SamplingParamsError
 from mlserve.request import SamplingParams
-from mlserve.server.protocol.common import SamplingBody
+from mlserve.server.protocol.common import MAX_IDS, SamplingBody
 
 __all__ = ["CompletionBody"]
 
 MAX_PROMPTS = 256
+MAX_ANSWERS = 1024  # prompts times n
 MAX_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
-Ids = Annotated[list[int], Field(max_length=2**21)]
+Ids = Annotated[list[StrictInt], Field(max_length=MAX_IDS, fail_fast=True)]
 
 
 class CompletionBody(SamplingBody):
@@ -23,9 +25,9 @@ class CompletionBody(SamplingBody):
 
     prompt: (
         str
-        | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
         | Ids
-        | Annotated[list[Ids], Field(max_length=MAX_PROMPTS)]
+        | Annotated[list[Ids], Field(max_length=MAX_PROMPTS, fail_fast=True)]
     )
     max_tokens: int | None = None
     echo: bool | None = None
@@ -42,6 +44,11 @@ class CompletionBody(SamplingBody):
     def sampling(self, **more: Any) -> SamplingParams:
         """How tokens are chosen."""
         self.check_stream()
+        num_answers = len(self.prompts()) * (self.n or 1)
+        if num_answers > MAX_ANSWERS:
+            raise SamplingParamsError(
+                f"the prompts have {num_answers} answers, limit {MAX_ANSWERS}: lower n or send fewer prompts"
+            )
         return SamplingParams(
             max_tokens=DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
             logprobs=self.logprobs,

@@ -19,7 +19,7 @@ from mlserve.server.serving import AdminDep, Serving, ServingDep
 
 __all__ = ["router"]
 
-router = APIRouter(prefix="/v1", tags=["adapters"], responses=error_responses(403, 404, 503))
+router = APIRouter(prefix="/v1", tags=["adapters"], responses=error_responses(403, 404, 409, 503))
 
 
 class AdapterBody(Body):

@@ -6,11 +6,13 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from mlserve.errors import SamplingParamsError
+from mlserve.engine.engine import Engine
+from mlserve.errors import RequestError, SamplingParamsError
 from mlserve.request import RequestOutput, SamplingParams
 from mlserve.server.auth import Principal
 from mlserve.server.completion_answer import CompletionAnswer
@@ -41,6 +43,8 @@ async def create_completion(
             )
         prompts = body.prompts()
         jobs = await asyncio.to_thread(_jobs, serving, principal, request_id, body, params)
+        if len(jobs) > 1:
+            await serving.engine.call(lambda engine: _check_all(engine, jobs))
         answer = CompletionAnswer(
             request_id,
             int(time.time()),
@@ -66,6 +70,15 @@ def _jobs(
         ids = serving.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         jobs.append(Job(f"{request_id}-{number}", ids, params, options))
     return jobs
+
+
+def _check_all(engine: Engine, jobs: Sequence[Job]) -> None:
+    """Raises a `RequestError` if one of them would be refused, before any has begun."""
+    for number, job in enumerate(jobs):
+        try:
+            engine.prepare(job.request_id, job.prompt_ids, replace(job.params, n=1), job.options)
+        except RequestError as error:
+            raise type(error)(f"prompt {number}: {error}") from None
 
 
 async def _complete_all(serving: Serving, jobs: Sequence[Job]) -> list[RequestOutput]:

@@ -6,12 +6,12 @@ import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import Field, StrictInt
 
 from mlserve.engine.prompt import render_chat
 from mlserve.errors import PromptError
 from mlserve.server.protocol.chat import MAX_MESSAGES, ChatMessage
-from mlserve.server.protocol.common import Body, error_responses
+from mlserve.server.protocol.common import MAX_IDS, Body, error_responses
 from mlserve.server.serving import Serving, ServingDep
 
 __all__ = ["router"]
@@ -33,7 +33,7 @@ class DetokenizeBody(Body):
     """Token ids."""
 
     model: str | None = Field(None, max_length=1024)
-    tokens: Annotated[list[int], Field(max_length=2**21)]
+    tokens: Annotated[list[StrictInt], Field(max_length=MAX_IDS, fail_fast=True)]
 
 
 @router.post("/tokenize", responses=error_responses(404))
