@@ -18,13 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlserve.server.auth import ANYONE, KeyRing, Principal
 from mlserve.server.errors import ApiError, api_error
+from mlserve.server.routes import page
 
 __all__ = ["OPEN_PATHS", "Guard"]
 
 access_log = logging.getLogger("mlserve.server.access")
 
 # Answered without a key: they tell nothing but that the server is there, and hold the page that asks for a key.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/static/page.css", "/static/page.js", "/static/pool.js"})
+OPEN_PATHS = frozenset({"/health", "/ready"}) | page.PATHS
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 SECURITY_HEADERS: Mapping[str, str] = MappingProxyType(
     {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}

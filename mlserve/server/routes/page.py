@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from pathlib import Path
 
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-__all__ = ["router"]
+__all__ = ["PATHS", "router"]
 
 router = APIRouter(include_in_schema=False)
 
 FOLDER = files("mlserve.server") / "static"
-CONTENT_TYPES = {"page.css": "text/css", "page.js": "text/javascript", "pool.js": "text/javascript"}
+TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+ASSETS = frozenset(path.name for path in FOLDER.iterdir() if Path(path.name).suffix in TYPES)
+PATHS = frozenset({"/", *(f"/static/{name}" for name in ASSETS)})
 POLICY = "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 
 
@@ -25,9 +28,9 @@ async def page() -> Response:
 @router.get("/static/{name}")
 async def static(name: str) -> Response:
     """A part of it."""
-    if name not in CONTENT_TYPES:
+    if name not in ASSETS:
         return Response(status_code=404)
-    return _file(name, CONTENT_TYPES[name])
+    return _file(name, TYPES[Path(name).suffix])
 
 
 def _file(name: str, content_type: str) -> Response:
