@@ -7,11 +7,10 @@ import dataclasses
 
 import pytest
 import torch
-from ragged import Lengths, context_slots, ragged_batch
+from ragged import Lengths, context_slots, layer_of_pool, ragged_batch, sequence_alone, visible_ends
 from tolerances import ATTENTION, assert_close
 from torch import Tensor
 
-from mlserve.kernels import PagedBatch
 from mlserve.kernels.cpu.ops import CpuOps
 from mlserve.kernels.reference import ReferenceOps
 
@@ -20,26 +19,6 @@ DECODE: Lengths = [(1, 1), (1, 133), (1, 300), (1, 31), (1, 64)]
 PREFILL: Lengths = [(7, 7), (133, 133), (2, 2)]
 CHUNKED: Lengths = [(20, 150), (2, 90), (64, 65), (3, 600)]
 MIXED: Lengths = [(7, 7), (1, 140), (33, 70), (1, 1), (133, 140)]
-
-
-def layer_of_pool(
-    batch: PagedBatch,
-    num_blocks: int,
-    block_size: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    window: int | None = None,
-) -> Tensor:
-    """One layer of a pool of three: NaN, but for the tokens that some query of the batch sees."""
-    pool = torch.full((num_blocks, 3, 2, block_size, kv_heads, head_dim), torch.nan, dtype=dtype)
-    layer = pool[:, 1]
-    query_lens = batch.query_starts.diff().tolist()
-    for s, context in enumerate(batch.context_lens.tolist()):
-        first = 0 if window is None else max(0, context - query_lens[s] - window + 1)
-        slots = context_slots(batch, s, block_size, first)
-        layer[slots // block_size, :, slots % block_size] = torch.randn(len(slots), 2, kv_heads, head_dim).to(dtype)
-    return layer  # fmt: skip
 
 
 def poison_scratch(native: CpuOps) -> None:
@@ -126,17 +105,9 @@ def test_same_bits_in_any_batch(native: CpuOps, window: int | None) -> None:
     kv = layer_of_pool(batch, num_blocks, 16, 2, 64, torch.float32)
     q = torch.randn(int(batch.query_starts[-1]), 6, 64)
     together = native.paged_attention(q, kv, batch, scale=0.125, window=window)
-    for s, (queries, context) in enumerate(lengths):
+    for s in range(len(lengths)):
         rows = slice(*batch.query_starts[s : s + 2].tolist())
-        blocks = slice(*batch.block_starts[s : s + 2].tolist())
-        alone = dataclasses.replace(
-            batch,
-            slot_mapping=batch.slot_mapping[rows],
-            query_starts=torch.tensor([0, queries]).int(),
-            context_lens=torch.tensor([context]).int(),
-            block_table=batch.block_table[blocks],
-            block_starts=torch.tensor([0, blocks.stop - blocks.start]).int(),
-        )
+        alone = sequence_alone(batch, s)
         assert torch.equal(native.paged_attention(q[rows], kv, alone, scale=0.125, window=window), together[rows])
 
 
@@ -165,16 +136,6 @@ def test_bad_batches_are_refused(native: CpuOps) -> None:
         attend(q=torch.zeros(2, 3, 8))
     with pytest.raises(ValueError, match="window"):
         attend(window=0)
-
-
-def visible_ends(batch: PagedBatch, span: int) -> Tensor:
-    """Each query sees up to the end of its run of `span` positions, or of its context."""
-    query_lens = batch.query_starts.diff().tolist()
-    ends = []
-    for queries, context in zip(query_lens, batch.context_lens.tolist(), strict=True):
-        positions = torch.arange(context - queries, context)
-        ends.append(((positions // span + 1) * span).clamp(max=context))
-    return torch.cat(ends).int()
 
 
 @pytest.mark.parametrize("window", [None, 24])
