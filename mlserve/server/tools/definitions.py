@@ -15,7 +15,7 @@ __all__ = ["MAX_TOOLS", "Tool", "read_tools"]
 MAX_TOOLS = 128
 MAX_TOOL_CHARS = 65536  # of one tool as JSON
 MAX_TOOLS_CHARS = 524288  # of all of them
-MAX_DEPTH = 24  # of parameters; `engine/prompt.py` takes 32 levels, of which parameters lie under four
+MAX_DEPTH = 24  # of parameters; `engine/prompt.py` takes 32 levels, of which parameters lie under three
 
 
 @dataclass(frozen=True, slots=True)

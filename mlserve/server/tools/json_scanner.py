@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 __all__ = ["MAX_DEPTH", "WHITE_SPACE", "JsonScanner", "NotJsonError"]
 
-MAX_DEPTH = 24  # of objects and lists; `engine/prompt.py` takes 32 levels, of which a call's arguments lie under six
+MAX_DEPTH = 24  # of objects and lists; `engine/prompt.py` takes 32 levels, of which a call's arguments lie under five
 WHITE_SPACE = " \t\r\n"
 _ESCAPES = frozenset('"\\/bfnrt')
 _HEX = frozenset("0123456789abcdefABCDEF")

@@ -54,7 +54,7 @@ class CallParser:
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
         self._form = form
-        self._end_of_turn = tuple(end_of_turn)
+        self._end_of_turn = tuple(literal for literal in end_of_turn if literal)  # a token may have no text
         self._found = _Found(form.streams_arguments, tool_names, new_id)
         self._scan: Scan | None = None  # of the call that may be going on
         self._raw: list[str] = []  # what it has used and what becomes content if it fails
@@ -155,7 +155,10 @@ class CallParser:
 
 def _overlap(text: str, mark: str) -> int:
     """The length of the longest beginning of the mark that the text ends with."""
-    return next(n for n in range(min(len(text), len(mark)), -1, -1) if text.endswith(mark[:n]))
+    at = text.find(mark[0], max(0, len(text) - len(mark)))
+    while at >= 0 and not mark.startswith(text[at:]):
+        at = text.find(mark[0], at + 1)
+    return len(text) - at if at >= 0 else 0
 
 
 class _Found:

@@ -22,7 +22,7 @@ FORMS = {**FORMATS, JSON_ANSWER.name: JSON_ANSWER}
 
 def new_parser(form: str, **options: Any) -> CallParser:
     ids = (f"id{i}" for i in itertools.count())
-    settings: dict[str, Any] = {"tool_names": ["f", "g"], "end_of_turn": ["<|im_end|>"], "new_id": ids.__next__}
+    settings: dict[str, Any] = {"tool_names": ["f", "g"], "end_of_turn": ["", "<|im_end|>"], "new_id": ids.__next__}
     return CallParser(FORMS[form], **settings | options)
 
 
