@@ -8,6 +8,7 @@ that fits its padded shapes, and rows in no segment cost nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from itertools import accumulate
 
 import torch
@@ -28,11 +29,23 @@ __all__ = [
     "search_width",
 ]
 
-# Rows that have an adapter, up to which ...
-MAX_SINGLE_ROWS = 32  # each is multiplied by itself: what rows of one adapter read twice comes from the L2 cache
-MAX_SMALL_ROWS = 1024  # tiles have 16 rows; beyond that 64
-
+MAX_SINGLE_ROWS = 32
+MAX_SMALL_ROWS = 1024
 _MIN_SEARCH_WIDTH = 64
+
+
+class Form(Enum):
+    """How rows are multiplied. It depends on how many rows of a step have an adapter, and on nothing else."""
+
+    ROW = "row"  # decoding: each by itself, without tensor cores; what two rows both read comes from the L2 cache
+    SMALL = "small"  # on tensor cores, in tiles of 16 rows of one segment
+    LARGE = "large"  # prefill: in tiles of 64, or 32 in float32
+
+    @classmethod
+    def of(cls, num_rows: int) -> Form:
+        if num_rows <= MAX_SINGLE_ROWS:
+            return cls.ROW
+        return cls.SMALL if num_rows <= MAX_SMALL_ROWS else cls.LARGE
 
 
 def search_width(segments: AdapterSegments) -> int:
@@ -60,9 +73,10 @@ def check(lora: LoraSlots, segments: AdapterSegments) -> None:
 
 
 def meta_batch(
-    num_rows: int, max_rank: int, size: int, out: Sequence[int], dtype: torch.dtype
+    form: Form, max_rank: int, size: int, out: Sequence[int], dtype: torch.dtype
 ) -> tuple[Tensor, LoraSlots, AdapterSegments]:
-    """x and one layer's slots of such a shape, on the `meta` device: what a launch is compiled for."""
+    """x and one layer's slots on the `meta` device: what a launch of that form is compiled for."""
+    num_rows = {Form.ROW: MAX_SINGLE_ROWS, Form.SMALL: MAX_SMALL_ROWS, Form.LARGE: 8 * MAX_SMALL_ROWS}[form]
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -77,10 +91,10 @@ def meta_batch(
 
 @triton.jit
 def find_row(starts, num_segments, row, WIDTH: tl.constexpr):
-    """The segment of order[row]; `num_segments` or more if it is in none."""
+    """The segment of order[row]; `num_segments` if it is in none."""
     g = tl.arange(0, WIDTH)
-    ends = tl.load(starts + 1 + g, mask=g < num_segments, other=0)
-    return tl.sum((ends <= row).to(tl.int32), axis=0)  # segments before it; those that are only padding count as well
+    ends = tl.load(starts + 1 + g, mask=g < num_segments, other=2**31 - 1)
+    return tl.sum((ends <= row).to(tl.int32), axis=0)  # how many end before it
 
 
 @triton.jit

@@ -1,14 +1,9 @@
 """A @ x of many adapters: `shrunk[n, k, :rank] = a[slot, k, :rank] @ x[order[n]]`, all slices and segments at once.
 
-Three forms, by the number of rows N that have an adapter:
-
-- single rows (N <= 32, decoding): one program for a row and two ranks, without tensor cores; bound by reading A.
-- small tiles (N <= 1024): 16 rows of one segment on tensor cores, so that each adapter is read once for 16 rows.
-- large tiles (prefill): 64 rows.
-
+It is bound by reading A: a program takes two ranks of one row, or 16 to 64 ranks of many rows on tensor cores (`Form`).
 Where that leaves too few programs to draw on the memory of a whole GPU, `in` is split (split-K): each split writes its
-partial sums, a second kernel adds them. Splits depend on `in` and the form alone and are added in order, never by
-atomics: within a form a row's result has the same bits alone and in any batch.
+partial sums, and a second kernel adds them. Splits depend on `in` and the form alone and are added in order, never by
+atomics: a row has the same bits alone and in any batch of the same form.
 
 Punica's SGMV and BGMV (Chen et al. 2023).
 """
@@ -26,8 +21,7 @@ from torch import Tensor
 from mlserve.kernels import AdapterSegments, LoraSlots
 from mlserve.kernels.triton.configs import Argument, KernelConfig, Launch
 from mlserve.kernels.triton.lora_segments import (
-    MAX_SINGLE_ROWS,
-    MAX_SMALL_ROWS,
+    Form,
     check,
     find_row,
     find_tile,
@@ -67,22 +61,25 @@ class _Tile:
     num_stages: int
 
 
-def _tile(num_rows: int, max_rank: int, dtype: torch.dtype) -> _Tile:
+def _tile(form: Form, max_rank: int, dtype: torch.dtype) -> _Tile:
     """The configurations that are used, by the form, the ranks and the dtype."""
-    if num_rows <= MAX_SINGLE_ROWS:
+    if form is Form.ROW:
         return _Tile(rows=1, ranks=2, width=2048, split_width=4096, num_warps=4, num_stages=1)
     ranks = 16 if max_rank <= 16 else 64
-    if dtype == torch.float32:  # no tensor cores: all of a dot's operands are in registers
-        rows = 16 if num_rows <= MAX_SMALL_ROWS else 64
+    if (
+        dtype == torch.float32
+    ):  # no tensor cores: all of a dot's operands are in registers. 64 rows would spill on sm_80
+        rows = 16 if form is Form.SMALL else 32
         return _Tile(rows=rows, ranks=ranks, width=32, split_width=1024, num_warps=4, num_stages=2)
-    if num_rows <= MAX_SMALL_ROWS:
+    if form is Form.SMALL:
         return _Tile(rows=16, ranks=ranks, width=128, split_width=1024, num_warps=4, num_stages=3)
-    return _Tile(rows=64, ranks=ranks, width=64, split_width=4096, num_warps=4, num_stages=3)
+    num_warps = 4 if ranks == 16 else 8  # with 4 warps for 64 ranks, 220 registers on sm_80
+    return _Tile(rows=64, ranks=ranks, width=64, split_width=4096, num_warps=num_warps, num_stages=3)
 
 
 def _launches(x: Tensor, lora: LoraSlots, segments: AdapterSegments, shrunk: Tensor) -> list[Launch]:
     num_rows, num_slices, max_rank = shrunk.shape
-    tile = _tile(num_rows, max_rank, x.dtype)
+    tile = _tile(Form.of(num_rows), max_rank, x.dtype)
     size = x.shape[1]
     num_splits = max(1, triton.cdiv(size, tile.split_width))
     sums = shrunk if num_splits == 1 else shrunk.new_empty(num_splits, *shrunk.shape)
@@ -252,12 +249,10 @@ def _add_splits(
 def configs() -> Iterator[KernelConfig]:
     """At Llama-3-8B's down_proj."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for num_rows in (MAX_SINGLE_ROWS, MAX_SMALL_ROWS, 8 * MAX_SMALL_ROWS):
-            for max_rank in (16,) if num_rows == MAX_SINGLE_ROWS else (16, 64):
-                x, lora, segments = meta_batch(num_rows, max_rank, 14336, [4096], dtype)
-                shrunk = x.new_empty(num_rows, 1, max_rank, dtype=torch.float32)
-                launch = _launches(x, lora, segments, shrunk)[0]
-                form = "row" if num_rows == MAX_SINGLE_ROWS else f"tile{launch.constants['BLOCK_M']}"
-                yield launch.config(f"{form}-R{launch.constants['BLOCK_R']}-{str(dtype).removeprefix('torch.')}")
-    shrunk = torch.empty(MAX_SINGLE_ROWS, 1, 16, device="meta")
-    yield _sum_launch(shrunk.new_empty(4, *shrunk.shape), shrunk).config("add_splits")
+        for form in Form:
+            for max_rank in (16,) if form is Form.ROW else (16, 64):
+                x, lora, segments = meta_batch(form, max_rank, 14336, [4096], dtype)
+                shrunk = torch.empty(len(x), 1, max_rank, device="meta")
+                launches = _launches(x, lora, segments, shrunk)
+                yield launches[0].config(f"{form.value}-R{max_rank}-{str(dtype).removeprefix('torch.')}")
+    yield launches[1].config("add_splits")

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton_interpreter
+
+if not torch.cuda.is_available():
+    triton_interpreter.install()
 
 
 @pytest.fixture(scope="session")
