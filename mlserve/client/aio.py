@@ -11,7 +11,7 @@ from openai import AsyncStream
 from openai.types.chat import ChatCompletionChunk
 
 from mlserve.client.parts import Part
-from mlserve.client.sync import adapter_path, default_options
+from mlserve.client.sync import adapter_path, answer_arguments, default_options
 from mlserve.client.types import (
     Adapter,
     AdapterList,
@@ -57,10 +57,10 @@ class AsyncClient(openai.AsyncOpenAI):
         **options: Any,
     ) -> Answer:
         """Ask one question, as `Client.ask`."""
-        arguments = {"temperature": 0.0, **options}
+        arguments = answer_arguments(options)
         messages = question(prompt, images, system, history)
-        model = adapter or await self.base_model()
-        return answer_of(await self.chat.completions.create(model=model, messages=messages, **arguments))
+        model = await self.base_model() if adapter is None else adapter
+        return answer_of(await self.chat.completions.create(model=model, messages=messages, stream=False, **arguments))
 
     async def stream(
         self,
@@ -73,13 +73,14 @@ class AsyncClient(openai.AsyncOpenAI):
         **options: Any,
     ) -> AsyncAnswerStream:
         """As `ask`, piece by piece, as `Client.stream`."""
-        arguments = {"temperature": 0.0, **options, "stream": True, "stream_options": {"include_usage": True}}
+        arguments = answer_arguments(options)
         messages = question(prompt, images, system, history)
-        model = adapter or await self.base_model()
+        model = await self.base_model() if adapter is None else adapter
         started = time.monotonic()
-        return AsyncAnswerStream(
-            await self.chat.completions.create(model=model, messages=messages, **arguments), started
+        chunks = await self.chat.completions.create(
+            model=model, messages=messages, stream=True, stream_options={"include_usage": True}, **arguments
         )
+        return AsyncAnswerStream(chunks, started)
 
     async def base_model(self) -> str:
         """What the server calls its base model; asked for once."""

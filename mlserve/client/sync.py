@@ -27,17 +27,33 @@ from mlserve.client.types import (
     question,
 )
 
-__all__ = ["AnswerStream", "Client", "adapter_path", "default_options"]
+__all__ = ["AnswerStream", "Client", "adapter_path", "answer_arguments", "default_options"]
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 
 
 def default_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Address and key: as given, or from MLSERVE_URL and MLSERVE_API_KEY, or those of a local server without keys."""
+    """Address and key: as given, or from MLSERVE_URL and MLSERVE_API_KEY, or those of a local server without keys.
+
+    The openai package's own variables aren't read: they are for another server, which must not get this one's requests.
+    """
     filled = dict(options)
-    filled.setdefault("base_url", os.environ.get("MLSERVE_URL", DEFAULT_URL))
-    filled.setdefault("api_key", os.environ.get("MLSERVE_API_KEY", "none"))
+    if filled.get("base_url") is None:
+        filled["base_url"] = os.environ.get("MLSERVE_URL") or DEFAULT_URL
+    if filled.get("api_key") is None:
+        filled["api_key"] = os.environ.get("MLSERVE_API_KEY") or "none"
     return filled
+
+
+def answer_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a question as arguments of `chat.completions.create`: greedy, unless they say otherwise.
+
+    Raises `ValueError` for those whose outcome an `Answer` can't hold.
+    """
+    for name in ("n", "tools"):
+        if name in options:
+            raise ValueError(f"{name} is given, and an Answer is one text: use client.chat.completions.create")
+    return {"temperature": 0.0, **options}
 
 
 class Client(openai.OpenAI):
@@ -70,15 +86,16 @@ class Client(openai.OpenAI):
         history: Sequence[Mapping[str, Any]] = (),
         **options: Any,
     ) -> Answer:
-        """Ask one question; the answer is the first choice.
+        """Ask one question.
 
         adapter: a name, or None for the base model. images: parts made by `image` or `embeddings`. history: earlier
         messages. options: more of `chat.completions.create`, such as `max_tokens` and `extra_body`; temperature is 0
-        unless it is given.
+        unless it is given, and `n` and `tools` can't be.
         """
-        arguments = {"temperature": 0.0, **options}
+        arguments = answer_arguments(options)
         messages = question(prompt, images, system, history)
-        return answer_of(self.chat.completions.create(model=adapter or self.base_model, messages=messages, **arguments))
+        model = self.base_model if adapter is None else adapter
+        return answer_of(self.chat.completions.create(model=model, messages=messages, stream=False, **arguments))
 
     def stream(
         self,
@@ -91,10 +108,13 @@ class Client(openai.OpenAI):
         **options: Any,
     ) -> AnswerStream:
         """As `ask`, piece by piece: iterate over the texts, then look at `.answer`."""
-        arguments = {"temperature": 0.0, **options, "stream": True, "stream_options": {"include_usage": True}}
+        arguments = answer_arguments(options)
         messages = question(prompt, images, system, history)
+        model = self.base_model if adapter is None else adapter
         started = time.monotonic()
-        chunks = self.chat.completions.create(model=adapter or self.base_model, messages=messages, **arguments)
+        chunks = self.chat.completions.create(
+            model=model, messages=messages, stream=True, stream_options={"include_usage": True}, **arguments
+        )
         return AnswerStream(chunks, started)
 
     @cached_property
@@ -175,5 +195,9 @@ class Cache:
 
 
 def adapter_path(name: str) -> str:
-    """Where an adapter of any name is."""
-    return f"/adapters/{quote(name, safe='')}"
+    """Where an adapter of any name is. Raises `ValueError` for an empty one: that is where their list is."""
+    if not name:
+        raise ValueError("the adapter's name is empty: give one")
+    # Dots stand for themselves in a URL, but as a whole segment they would mean a folder.
+    segment = name.replace(".", "%2E") if name in (".", "..") else quote(name, safe="")
+    return f"/adapters/{segment}"

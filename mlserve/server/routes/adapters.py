@@ -49,7 +49,7 @@ async def list_adapters(serving: ServingDep) -> dict[str, Any]:
     return {"object": "list", "data": [_shown(info) for info in infos], "names": names}
 
 
-@router.get("/adapters/{name}")
+@router.get("/adapters/{name:path}")
 async def retrieve_adapter(name: str, serving: ServingDep) -> dict[str, Any]:
     """One adapter that was asked for or loaded."""
     for info in await asyncio.to_thread(serving.adapters.list):
@@ -58,13 +58,13 @@ async def retrieve_adapter(name: str, serving: ServingDep) -> dict[str, Any]:
     raise AdapterNotFoundError(f"no adapter {name!r} was loaded: load it, or ask for it once")
 
 
-@router.put("/adapters/{name}")
+@router.put("/adapters/{name:path}")
 async def load_adapter(name: str, body: AdapterBody, serving: ServingDep, _: AdminDep) -> dict[str, Any]:
     """Read an adapter, and serve it under this name from now on. Requests that run keep what they have."""
     return _shown(await _load(serving, name, body.path, body.pinned))
 
 
-@router.delete("/adapters/{name}")
+@router.delete("/adapters/{name:path}")
 async def unload_adapter(name: str, serving: ServingDep, _: AdminDep) -> dict[str, Any]:
     """Serve a name no longer. Requests that run finish."""
     await _unload(serving, name)
