@@ -130,7 +130,16 @@ class ImageConfig:
     """Images: what is taken, when two are the same, and what is kept of them."""
 
     image_identity: str | ImageIdentity = _option(
-        "exact", "when images are the same: exact (equal pixels) or perceptual (also those that look alike)"
+        "exact",
+        "when images are the same: exact (equal pixels), or also those that look alike: perceptual, or the hashes that "
+        "must be near, of phash, dhash, whash and colorhash, such as phash+dhash",
+    )
+    image_radius: int | None = _option(None, "bits in which near hashes may differ; default: each hash's own")
+    image_clip: str | None = _option(
+        None, "folder of an open_clip model, by which images that look alike must be alike too"
+    )
+    default_image_identity: str | None = _option(
+        None, "exact or perceptual, for requests that don't say; default: what image_identity allows"
     )
     max_images: int = _option(16, "images of one request")
     max_image_bytes: int = _option(20 * 2**20, "largest file of an image")

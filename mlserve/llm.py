@@ -60,6 +60,9 @@ class Options(TypedDict, total=False):
     max_adapter_bytes: int
     adapter_dir: str | None
     image_identity: str | ImageIdentity
+    image_radius: int | None
+    image_clip: str | None
+    default_image_identity: str | None
     max_images: int
     max_image_bytes: int
     max_image_pixels: int
@@ -115,7 +118,8 @@ class LLM:
         sampling_params, adapter: one for all, or one for each prompt.
         images: for each prompt those that its image placeholders stand for: PIL images, paths, bytes, data URLs, or
             embeddings `[n, H]` as a tensor.
-        image_identity: "exact", or what the engine's option of that name is; by default the latter.
+        image_identity: "exact" or, if the engine's option of that name allows it, "perceptual"; by default what
+            `default_image_identity` says.
         priority: lower goes first; needs the option policy='priority'.
         cache_salt: cached KV is shared only between requests of the same salt.
         progress: show a progress bar; by default for long batches on a terminal.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +15,9 @@ from torch import Tensor
 from mlserve.errors import ConfigError
 from mlserve.vision.image import DecodedImage
 
-__all__ = ["ClipGuard"]
+__all__ = ["ClipGuard", "load_clip_guard"]
+
+WEIGHTS_FILE = "open_clip_model.safetensors"
 
 
 class ImageEncoder(Protocol):
@@ -60,3 +63,23 @@ class ClipGuard:
         """See `Guard`."""
         # Unit vectors in float32: of an image with itself the product may be 1e-7 short of 1.
         return bool(np.dot(canonical, new) >= self.min_cosine - 1e-6)
+
+
+def load_clip_guard(folder: str | Path, device: torch.device | str = "cpu") -> ClipGuard:
+    """The guard by a model of open_clip: a folder with `open_clip_config.json` and weights as safetensors.
+
+    Raises `ConfigError` if there is none that can be loaded.
+    """
+    import open_clip  # takes a second, and few need it
+
+    path = Path(folder)
+    weights = path / WEIGHTS_FILE
+    if not weights.is_file():  # open_clip would also take pickled weights
+        raise ConfigError(f"image_clip is {str(path)!r}, which has no {WEIGHTS_FILE}: give a folder of open_clip's")
+    try:
+        model, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{path}", device=device)
+    except Exception as error:  # of as many kinds as there are ways to be broken
+        raise ConfigError(
+            f"the open_clip model in {str(path)!r} can't be loaded ({type(error).__name__}: {error}): save it again"
+        ) from error
+    return ClipGuard(model.eval(), preprocess, device=device)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Protocol
 
 from mlserve.errors import ConfigError
+from mlserve.vision.clip_guard import load_clip_guard
+from mlserve.vision.guards import Guard, ThumbnailGuard
+from mlserve.vision.hashes import HashKind
 from mlserve.vision.image import DecodedImage
 from mlserve.vision.match import ImageDigest, ImageMatch, image_digest
 from mlserve.vision.perceptual import PerceptualIdentity
 
-__all__ = ["IMAGE_IDENTITIES", "ExactIdentity", "ImageIdentity", "PerceptualIdentity", "get_image_identity"]
+__all__ = ["ExactIdentity", "ImageIdentity", "PerceptualIdentity", "get_image_identity"]
 
 
 class ImageIdentity(Protocol):
@@ -48,15 +49,26 @@ class ExactIdentity:
         """Nothing is remembered."""
 
 
-IMAGE_IDENTITIES: Mapping[str, Callable[[], ImageIdentity]] = MappingProxyType(
-    {"exact": ExactIdentity, "perceptual": PerceptualIdentity}
-)
+EXACT, PERCEPTUAL = ExactIdentity.name, PerceptualIdentity.name
 
 
-def get_image_identity(name: str) -> ImageIdentity:
-    """A new identity of that name, with its defaults. Raises `ConfigError` if there is none."""
-    if name not in IMAGE_IDENTITIES:
+def get_image_identity(name: str, radius: int | None = None, clip: str | None = None) -> ImageIdentity:
+    """A new identity: exact, perceptual, or perceptual by the hashes that the name joins with `+`.
+
+    radius: bits in which near hashes may differ. clip: a folder with an open_clip model, whose `ClipGuard` must agree.
+    Raises `ConfigError` for an unknown name, a radius out of range, no such model, and what isn't for exact identity.
+    """
+    if name == EXACT:
+        if radius is not None or clip is not None:
+            raise ConfigError("image_radius and image_clip are for images that look alike: set image_identity, too")
+        return ExactIdentity()
+    hashes = [HashKind.PHASH] if name == PERCEPTUAL else name.split("+")
+    if not set(hashes) <= set(HashKind):
+        known = ", ".join((EXACT, PERCEPTUAL, *HashKind))
         raise ConfigError(
-            f"image_identity is {name!r}: give one of {', '.join(IMAGE_IDENTITIES)}, or an ImageIdentity object"
+            f"image_identity is {name!r}: give one of {known}, hashes joined by +, or an ImageIdentity object"
         )
-    return IMAGE_IDENTITIES[name]()
+    guards: list[Guard] = [ThumbnailGuard()]
+    if clip is not None:
+        guards.append(load_clip_guard(clip))
+    return PerceptualIdentity(hashes, radius, guards)

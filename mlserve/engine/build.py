@@ -27,7 +27,7 @@ from mlserve.vision.embedding_cache import EmbeddingCache
 from mlserve.vision.encoding import ImageEncoder
 from mlserve.vision.families import open_vision
 from mlserve.vision.fetch import FetchPolicy, HttpFetcher
-from mlserve.vision.identity import get_image_identity
+from mlserve.vision.identity import ImageIdentity, get_image_identity
 from mlserve.vision.image import ImageLimits
 
 __all__ = ["build_engine", "kv_dtype", "max_model_len", "num_blocks"]
@@ -126,15 +126,26 @@ def _images(model: LoadedModel, tokenizer: Tokenizer, config: ImageConfig) -> Im
     vision = open_vision(
         checkpoint.config, checkpoint.folder, checkpoint.tensors, encode_text, device=model.decoder.device
     )
-    identity = config.image_identity
     return ImageDesk(
         ImageEncoder(vision, EmbeddingCache(int(config.embedding_cache_memory * GIB))),
         encode_text(vision.image_token)[0],
-        get_image_identity(identity) if isinstance(identity, str) else identity,
+        _identity(config),
         ImageLimits(max_bytes=config.max_image_bytes, max_pixels=config.max_image_pixels),
         config.max_images,
         None if config.image_hosts is None else HttpFetcher(FetchPolicy(_hosts(config.image_hosts))),
+        config.default_image_identity,
     )
+
+
+def _identity(config: ImageConfig) -> ImageIdentity:
+    identity, radius, clip = config.image_identity, config.image_radius, config.image_clip
+    if isinstance(identity, str):
+        return get_image_identity(identity, radius, clip)
+    if radius is not None or clip is not None:
+        raise ConfigError(
+            "image_radius and image_clip don't change an image_identity that is an object: set them there"
+        )
+    return identity
 
 
 def _hosts(text: str) -> frozenset[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mlserve.cache.marks import Mark, MarkKind, salt_digest
 from mlserve.engine.prompt import ImageText
-from mlserve.errors import PromptError, RequestError
+from mlserve.errors import ConfigError, PromptError, RequestError
 from mlserve.model.positions import RopePositions
 from mlserve.request import ImageReport
 from mlserve.vision.encoder import ImageLayout
@@ -60,9 +60,11 @@ class ImageDesk:
         limits: ImageLimits,
         max_images: int,
         fetcher: ImageFetcher | None = None,
+        default_identity: str | None = None,
     ) -> None:
         """`marker_id` is the token that a chat template writes for an image, `max_images` the most that a request may
-        have; without a fetcher URLs are refused."""
+        have; without a fetcher URLs are refused. `default_identity` is for requests that don't name one: by default
+        the desk's own. Raises `ConfigError` if it is neither that nor exact."""
         self.encoder = encoder
         self.marker_id = marker_id
         self.identity = identity
@@ -70,6 +72,12 @@ class ImageDesk:
         self.limits = limits
         self.max_images = max_images
         self.fetcher = fetcher
+        self._default = default_identity or identity.name
+        if self._default not in (self._exact.name, identity.name):
+            raise ConfigError(
+                f"default_image_identity is {self._default!r}, and image_identity {identity.name!r}: give that, or "
+                f"{self._exact.name!r}"
+            )
 
     @property
     def text(self) -> ImageText:
@@ -87,8 +95,8 @@ class ImageDesk:
     ) -> list[GivenImage]:
         """Decode a request's images and name them; embeddings are taken as they are.
 
-        identity: "exact", or the name of the desk's own, which is also what None means. Near-duplicates are looked for
-            among requests of the same salt only.
+        identity: "exact", or the name of the desk's own; None for the default. Near-duplicates are looked for among
+            requests of the same salt only.
         Any thread may call it. Raises `ImageError`, `PromptError` for too many images, and `RequestError` for an
         identity that isn't allowed.
         """
@@ -101,7 +109,7 @@ class ImageDesk:
                 f"image_identity is {identity!r}, and this engine has {self.identity.name!r}: ask for that or for "
                 f"{self._exact.name!r}, or set the engine's option"
             )
-        chosen = self._exact if identity == self._exact.name else self.identity
+        chosen = self._exact if (identity or self._default) == self._exact.name else self.identity
         scope = None if cache_salt is None else salt_digest(cache_salt)
         return [
             source if isinstance(source, Tensor) else self._identified(source, chosen, scope, allow_paths)

@@ -118,6 +118,17 @@ def test_perceptual_identity_must_be_allowed(load: Callable[..., LLM]) -> None:
         ask(load(), photograph(), image_identity="perceptual")
 
 
+def test_likeness_may_be_allowed_without_being_the_default(load: Callable[..., LLM]) -> None:
+    picture = photograph()
+    resized = picture.resize((230, 230), Image.Resampling.LANCZOS)
+    llm = load(image_identity="phash+dhash", default_image_identity="exact")
+    ask(llm, picture, image_identity="perceptual")
+    assert ask(llm, resized).images[0].distance is None
+    assert ask(llm, resized, image_identity="perceptual").images[0].hash_name == "phash+dhash"
+    with pytest.raises(ConfigError, match="default_image_identity is 'perceptual', and image_identity 'exact'"):
+        load(default_image_identity="perceptual")
+
+
 def test_encoding_is_skipped_and_batched(load: Callable[..., LLM], encoded: list[int]) -> None:
     llm = load(enable_prefix_caching=False)
     pictures = [photograph(i, 40) for i in range(3)]

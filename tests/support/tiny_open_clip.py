@@ -47,14 +47,22 @@ def write_tiny_open_clip_llava(
     config = json.loads((folder / "config.json").read_text())
     config["vision_config"] = {"model_type": "open_clip"}
     (folder / "config.json").write_text(json.dumps(config))
-    settings = {
-        "model_cfg": {
-            "embed_dim": 16,
-            "quick_gelu": quick_gelu,
-            "vision_cfg": {**TOWER, **(tower or {})},
-            "text_cfg": TEXT,
-        },
-        "preprocess_cfg": {**PREPROCESS, **(preprocess or {})},
-    }
-    (folder / "open_clip_config.json").write_text(json.dumps(settings))
+    _write_config(folder, quick_gelu, tower or {}, preprocess or {})
     return folder
+
+
+def write_clip(folder: Path, clip: open_clip.CLIP, quick_gelu: bool = True) -> None:
+    """The whole model, as open_clip saves one."""
+    save_file(clip.state_dict(), folder / "open_clip_model.safetensors")
+    _write_config(folder, quick_gelu, {}, {})
+
+
+def _write_config(folder: Path, quick_gelu: bool, tower: dict[str, Any], preprocess: dict[str, Any]) -> None:
+    model = {
+        "embed_dim": 16,
+        "quick_gelu": quick_gelu,
+        "vision_cfg": {**TOWER, **tower},
+        "text_cfg": TEXT,
+    }
+    settings = {"model_cfg": model, "preprocess_cfg": {**PREPROCESS, **preprocess}}
+    (folder / "open_clip_config.json").write_text(json.dumps(settings))

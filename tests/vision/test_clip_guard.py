@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import open_clip
 import pytest
 import torch
 from pictures import photographs, random_picture
 from PIL import Image
+from tiny_open_clip import random_clip, write_clip
 from torch import Tensor
 
 from mlserve import ConfigError
-from mlserve.vision.clip_guard import ClipGuard
+from mlserve.vision.clip_guard import ClipGuard, load_clip_guard
 from mlserve.vision.guards import ThumbnailGuard
 from mlserve.vision.hashes import shrink
+from mlserve.vision.identity import get_image_identity
 from mlserve.vision.image import load_image
 from mlserve.vision.perceptual import PerceptualIdentity
 
@@ -75,3 +79,23 @@ def test_beside_the_thumbnail() -> None:
 def test_cosines_out_of_range(cosine: float) -> None:
     with pytest.raises(ConfigError, match=f"min_cosine is {cosine}: give a number above 0, at most 1"):
         ClipGuard(ColourModel(), to_tensor, min_cosine=cosine)
+
+
+def test_a_folder_of_open_clip_makes_a_guard(tmp_path: Path) -> None:
+    clip = random_clip()
+    write_clip(tmp_path, clip)
+    image = load_image(random_picture(1))
+    features = load_clip_guard(tmp_path).features(image, shrink(image))
+    _, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{tmp_path}")
+    with torch.inference_mode():
+        expected = torch.nn.functional.normalize(clip.encode_image(preprocess(image.to_pil())[None])[0], dim=0)
+    assert torch.allclose(torch.from_numpy(features), expected, atol=1e-6)
+    identity = get_image_identity("perceptual", clip=str(tmp_path))
+    assert [type(guard) for guard in identity.guards] == [ThumbnailGuard, ClipGuard]
+
+
+def test_a_broken_model_is_refused(tmp_path: Path) -> None:
+    write_clip(tmp_path, random_clip())
+    (tmp_path / "open_clip_model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="can't be loaded"):
+        load_clip_guard(tmp_path)

@@ -11,7 +11,7 @@ from pictures import encode, exif, flat, photographs
 from PIL import Image
 
 from mlserve import ConfigError
-from mlserve.vision.identity import IMAGE_IDENTITIES, ExactIdentity, PerceptualIdentity, get_image_identity
+from mlserve.vision.identity import ExactIdentity, PerceptualIdentity, get_image_identity
 from mlserve.vision.image import DecodedImage, load_image
 from mlserve.vision.match import image_digest
 
@@ -66,13 +66,27 @@ def test_exact_identity() -> None:
 
 
 def test_identities_by_name() -> None:
-    assert {name: type(get_image_identity(name)) for name in IMAGE_IDENTITIES} == {
-        "exact": ExactIdentity,
-        "perceptual": PerceptualIdentity,
-    }
-    assert [get_image_identity(name).name for name in IMAGE_IDENTITIES] == list(IMAGE_IDENTITIES)
-    with pytest.raises(ConfigError, match="image_identity is 'phash': give one of exact, perceptual, or"):
-        get_image_identity("phash")
+    assert isinstance(get_image_identity("exact"), ExactIdentity)
+    for name, hash_name in (("perceptual", "phash"), ("dhash", "dhash"), ("phash+colorhash", "phash+colorhash")):
+        identity = get_image_identity(name)
+        assert isinstance(identity, PerceptualIdentity)
+        assert (identity.name, identity.hash_name) == ("perceptual", hash_name)
+    assert get_image_identity("phash+dhash", 3).radii == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("ahash",), "image_identity is 'ahash': give one of exact, perceptual, phash"),
+        (("phash+phash",), "hashes are phash[+]phash: give one or more, each once"),
+        (("exact", 3), "image_radius and image_clip are for images that look alike"),
+        (("phash", 40), "radius is 40: give 0 to 16 bits"),
+        (("phash", None, "nowhere"), "image_clip is 'nowhere', which has no open_clip_model.safetensors"),
+    ],
+)
+def test_wrong_identities_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        get_image_identity(*arguments)
 
 
 def test_flat_pictures_differ_by_colour() -> None:
