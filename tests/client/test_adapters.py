@@ -17,7 +17,20 @@ from mlserve import LLM
 from mlserve.client import AdapterList, AsyncClient, BlockRun, CacheBlocks, CacheStats, Client
 from mlserve.server.auth import Principal, create_key
 
-NAMES = ["plain", "a/b", "/", "../up", ".", "..", "two words", "100%", "%2F", "?q=1#top", "it's \"quoted\"", "été-日本-🦜"]
+NAMES = [
+    "plain",
+    "a/b",
+    "/",
+    "../up",
+    ".",
+    "..",
+    "two words",
+    "100%",
+    "%2F",
+    "?q=1#top",
+    'it\'s "quoted"',
+    "été-日本-🦜",
+]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +74,13 @@ def user(options: dict[str, Any], keys: tuple[Path, dict[str, str]]) -> Iterator
 
 def test_the_life_of_an_adapter(client: Client, folder: Path) -> None:
     loaded = client.adapters.load("mine", str(folder / "a0"), pinned=True)
-    assert (loaded.name, loaded.rank, loaded.is_loaded, loaded.is_pinned, loaded.num_leases) == ("mine", 4, True, True, 0)
+    assert (loaded.name, loaded.rank, loaded.is_loaded, loaded.is_pinned, loaded.num_leases) == (
+        "mine",
+        4,
+        True,
+        True,
+        0,
+    )
     assert loaded.num_bytes is not None
     assert loaded.num_bytes > 0
     assert client.adapters.get("mine") == loaded
@@ -99,12 +118,16 @@ def test_an_adapter_without_a_name(client: Client, folder: Path) -> None:
 
 
 def test_the_adapter_answers(client: Client, server: Served, tiny_model_dir: Path, folder: Path) -> None:
-    answers = {name: client.ask("hello", adapter=name, max_tokens=8, extra_body={"logprobs": True}) for name in ("a0", "a1")}
+    answers = {
+        name: client.ask("hello", adapter=name, max_tokens=8, extra_body={"logprobs": True}) for name in ("a0", "a1")
+    }
     base = client.ask("hello", max_tokens=8)
     assert len({base.text, *(answer.text for answer in answers.values())}) == 3
-    ids = server.http(headers={"Authorization": f"Bearer {client.api_key}"}).post(
-        "/tokenize", json={"messages": [{"role": "user", "content": "hello"}]}
-    ).json()["tokens"]
+    ids = (
+        server.http(headers={"Authorization": f"Bearer {client.api_key}"})
+        .post("/tokenize", json={"messages": [{"role": "user", "content": "hello"}]})
+        .json()["tokens"]
+    )
     for name, answer in answers.items():
         wanted = cold(tiny_model_dir, ids, adapter=folder / name).outputs[0].text
         assert answer.text == wanted[: len(answer.text)] != ""

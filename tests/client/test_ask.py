@@ -169,15 +169,23 @@ def test_the_plain_openai_client(server: Served, client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("waiting", "async_"), [(Client, AsyncClient), (Adapters, AsyncAdapters), (Cache, AsyncCache)], ids=lambda c: c.__name__
+    ("waiting", "async_"),
+    [(Client, AsyncClient), (Adapters, AsyncAdapters), (Cache, AsyncCache)],
+    ids=lambda c: c.__name__,
 )
 def test_both_clients_have_the_same_methods(waiting: type, async_: type) -> None:
     def methods(cls: type) -> dict[str, list[tuple[str, Any, Any]]]:
-        own = {name: value for base in cls.__mro__ if base.__module__.startswith("mlserve") for name, value in
-               vars(base).items() if not name.startswith("_")}
+        own = {
+            name: value
+            for base in cls.__mro__
+            if base.__module__.startswith("mlserve")
+            for name, value in vars(base).items()
+            if not name.startswith("_")
+        }
         return {
             name: [(p.name, p.kind, p.default) for p in inspect.signature(value).parameters.values()]
-            for name, value in own.items() if inspect.isfunction(value)
+            for name, value in own.items()
+            if inspect.isfunction(value)
         }
 
     plain, other = methods(waiting), methods(async_)

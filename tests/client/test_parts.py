@@ -92,7 +92,9 @@ def test_embeddings() -> None:
         sent = load_safetensors(b64decode(part["image_embeds"]))["embeddings"]
         assert sent.dtype == np.float32
         np.testing.assert_array_equal(sent, values)
-    np.testing.assert_array_equal(load_safetensors(b64decode(embeddings(values.T)["image_embeds"]))["embeddings"], values.T)
+    np.testing.assert_array_equal(
+        load_safetensors(b64decode(embeddings(values.T)["image_embeds"]))["embeddings"], values.T
+    )
     with pytest.raises(ValueError, match=r"the embeddings have the shape \[4\]: give \[n, H\]"):
         embeddings(values[0])
 
