@@ -46,3 +46,13 @@ def test_many_adapters(capsys: pytest.CaptureFixture[str]) -> None:
     assert "matey" in answers["pirate"]
     assert len(answers["rhyme"].splitlines()) == 2
     assert "5 answers" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_json_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_example("json_answer").main() == [
+        {"name": "Mary Stone", "age": 71, "city": "Lima"},
+        {"name": "Ivan", "age": 34, "city": "Oslo"},
+        {"name": "Lena Fischer", "age": 45, "city": "Paris"},
+    ]
+    assert "{'name': 'Ivan', 'age': 34, 'city': 'Oslo'}" in capsys.readouterr().out

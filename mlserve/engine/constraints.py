@@ -28,8 +28,8 @@ MAX_REASON = 300  # characters of the library's that go into an error
 # Of JSON: a space, or a new line with its indentation. Without a bound models get lost in white space.
 WHITE_SPACE = r" |\n[ \t]{0,32}"
 # The parser's time for a step grows with the square of these in an ambiguous grammar: 2,000 take 0.8 s, 500 0.02 s.
-# JSON isn't ambiguous, and needs four for each optional property of an object; 8,000 take 0.02 s.
-MAX_ITEMS, MAX_JSON_ITEMS = 500, 5000
+# Only Lark grammars can be ambiguous. JSON needs four for each optional property of an object; 8,000 take 0.02 s.
+MAX_LARK_ITEMS, MAX_ITEMS = 500, 5000
 STEP_FUEL = 100_000  # of the lexer, for one mask: 7 ms
 MAX_LEXER_STATES = 25_000  # 0.5 to 2 kB each
 
@@ -164,9 +164,8 @@ class _TokenizerAdapter:
 
 def _compile(constraint: Constraint, vocabulary: _Vocabulary) -> CompiledConstraint:
     kind = constraint.kind
-    is_json = kind in (ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA)
     limits = LLParserLimits(
-        max_items_in_row=MAX_JSON_ITEMS if is_json else MAX_ITEMS,
+        max_items_in_row=MAX_LARK_ITEMS if kind is ConstraintKind.GRAMMAR else MAX_ITEMS,
         step_lexer_fuel=STEP_FUEL,
         max_lexer_states=MAX_LEXER_STATES,
         verbose_errors=False,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mlserve.model.logit_edits import edited_logits, is_edited
 from mlserve.model.logprobs import prompt_logprobs, token_logprobs
@@ -26,6 +27,9 @@ __all__ = ["SampledTokens", "Sampler", "prompt_logprobs"]
 BLOCK = 256  # tokens whose weights are summed first, to find the drawn one among few
 # Weights in work at once. On a CPU they stay in the cache: 2**21 float32 are 8 MB, 42 rows of 49k tokens.
 CELLS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
+# Weights below 1e-34 of the likeliest token's count as 0, and exp is spared what underflows: on a CPU it takes 3 to 8
+# times as long for a row that is mostly masked or very cold.
+LEAST_WEIGHT, LEAST_EXPONENT = 1e-34, -80.0
 FIRST_SORTED = 1024  # likeliest tokens that are sorted at first to find where top_p cuts; nearly always enough
 SORTED_GROWTH = 8
 
@@ -53,7 +57,9 @@ class Sampler:
         edited, failures = logits[:0], {}
         if edited_at:
             edited_rows = [rows[i] for i in edited_at]
-            edited = edited_logits(logits[edited_at], edited_rows)
+            # index_select is 4 times as quick as an index.
+            copied = logits.index_select(0, torch.tensor(edited_at, device=logits.device))
+            edited = edited_logits(copied, edited_rows)
             failures = {edited_at[j]: reason for j, reason in mask_tokens(edited, edited_rows).items()}
             best[edited_at], ids[edited_at] = edited.max(-1)
         token_ids: list[int] = ids.tolist()
@@ -82,7 +88,9 @@ class Sampler:
             both = [(k, position[row]) for k, row in enumerate(at) if row in position]
             if both:
                 to, from_ = zip(*both, strict=True)
-                rows[list(to), :width] = edited[list(from_)]
+                if len(both) < len(edited):
+                    edited = edited.index_select(0, torch.tensor(from_, device=edited.device))
+                rows[:, :width].index_copy_(0, torch.tensor(to, device=rows.device), edited)
         return rows
 
 
@@ -94,7 +102,8 @@ def _draw(logits: Tensor, best: Tensor, rows: Sequence[SamplingRow]) -> list[int
     params = [row.params for row in rows]
     temperature = torch.tensor([p.temperature for p in params], dtype=logits.dtype, device=logits.device)
     # Weights relative to the likeliest token's, which is 1: nothing overflows, however low the temperature.
-    weights = logits.sub_(best[:, None]).div_(temperature[:, None]).exp_()
+    weights = logits.sub_(best[:, None]).div_(temperature[:, None]).clamp_(min=LEAST_EXPONENT).exp_()
+    functional.threshold(weights, LEAST_WEIGHT, 0.0, inplace=True)
     least = _least_weights(weights, params)
     if least is not None:
         # 1.0 or 0.0 in float32: 5x sooner than a mask of bool.

@@ -365,3 +365,27 @@ def test_logprobs_are_those_of_the_model_itself(tiny_model_dir: Path) -> None:
     assert [entry.token_id for entry in logprobs] == [97, 98, 99]
     assert all(entry.logprob < -0.01 for entry in logprobs)
     assert all(entry.top[0][1] >= entry.logprob for entry in logprobs)
+
+
+@pytest.mark.slow
+def test_the_embedded_model_follows_schemas() -> None:
+    llm = LLM(num_blocks=200)
+    questions = {
+        "flat": "Describe a member named Zoë, who is 31.",
+        "nested": "Where is the palace? Give the place and tags.",
+        "either": "Say nothing, or seven twice.",
+        "date": "When did the war end?",
+        "reference": "Give two pairs.",
+    }
+    params = [
+        SamplingParams(
+            max_tokens=150, temperature=float(name != "flat"), seed=5, constraint=Constraint.json_schema(SCHEMAS[name])
+        )
+        for name in questions
+    ]
+    outputs = llm.chat([[{"role": "user", "content": text}] for text in questions.values()], params)
+    for name, output in zip(questions, outputs, strict=True):
+        assert output.outputs[0].finish_reason is FinishReason.STOP, output.outputs[0].text
+        jsonschema_rs.validate(SCHEMAS[name], json.loads(output.outputs[0].text), validate_formats=True)
+    flat = json.loads(outputs[0].outputs[0].text)
+    assert (flat["name"], flat["age"]) == ("Zoë", 31)

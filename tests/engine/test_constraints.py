@@ -156,6 +156,25 @@ def test_matchers_are_independent(compiler: ConstraintCompiler) -> None:
     assert mask(second) == [ord("n"), ord("y")]
 
 
+def test_as_many_choices_as_may_be_given(compiler: ConstraintCompiler, tokenizer: Tokenizer) -> None:
+    choices = [f"{i * 7919 % 1000:03} {i}" for i in range(1000)]
+    constraint = Constraint.choice(choices)
+    assert all(admits(compiler, constraint, text, tokenizer) for text in choices[::50])
+    assert not admits(compiler, constraint, "000 1", tokenizer)
+
+
+def test_an_object_of_many_properties(compiler: ConstraintCompiler, tokenizer: Tokenizer) -> None:
+    constraint = Constraint.json_schema(
+        {
+            "type": "object",
+            "properties": {f"p{i}": {"type": "null"} for i in range(1000)},
+            "additionalProperties": False,
+        }
+    )
+    assert admits(compiler, constraint, '{"p7": null, "p800": null}', tokenizer)
+    assert not admits(compiler, constraint, '{"p1000": null}', tokenizer)
+
+
 # Kept
 
 
