@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mlserve.errors import ConfigError
 from mlserve.kernels import PagedBatch, kv_pool
 from mlserve.kernels.triton.attention_decode import decode_launches
 from mlserve.kernels.triton.attention_prefill import prefill_launch
 from mlserve.kernels.triton.configs import KernelConfig
+from mlserve.kernels.triton.kv_cache import check_cache_type
 
 __all__ = ["configs", "paged_attention"]
 
@@ -30,7 +30,10 @@ def paged_attention(
     A mixed step runs both kernels over all its sequences. Each finds on the device which are its own, and leaves the
     rest after two loads: that needs no sorting on the host and no copy from the device, and a sequence's result is the
     same to the bit in any batch. `batch.num_decodes` spares a kernel that has nothing to do.
+
+    Raises ConfigError for a float8_e4m3fn cache on a GPU that can't convert it.
     """
+    check_cache_type(kv)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     arguments = (q, kv, batch, out, scale, window, soft_cap)
     if batch.num_decodes != 0:
@@ -42,7 +45,7 @@ def paged_attention(
 
 
 def configs() -> Iterator[KernelConfig]:
-    """Llama's form (a group of 4) at all head sizes and types, and Gemma's: windows, soft caps, images that see ahead."""
+    """Llama's form (a group of 4) at all head sizes and types, and Gemma's: a window, a soft cap, images in sight."""
     for head_dim in (64, 80, 96, 128, 256):
         yield from _forms(f"D{head_dim}-bf16", torch.bfloat16, head_dim)
     yield from _forms("D128-fp16", torch.float16, 128)

@@ -63,7 +63,7 @@ def decode_launches(
     num_sequences = len(batch.context_lens)
     table_splits = len(batch.block_table) * block_size // SPLIT
     num_splits = table_splits + num_sequences  # as `find_split` lays them out
-    programs = min(table_splits + 1, max(1, ENOUGH_PROGRAMS // max(1, num_sequences * num_kv_heads)))
+    programs = min(table_splits + 1, max(1, ENOUGH_PROGRAMS // (num_sequences * num_kv_heads)))
     tile = decode_tile(head_dim, q.dtype)
     shape = {
         "HEAD_DIM": head_dim,
@@ -131,9 +131,7 @@ def _decode_kernel(
     rows = tl.arange(0, BLOCK_M)
     valid = rows < GROUP
     heads = kv_head * GROUP + rows
-    q = load_rows(
-        q_pointer + token.to(tl.int64) * stride_q_token, heads * stride_q_head, valid, HEAD_DIM, BLOCK_D
-    )
+    q = load_rows(q_pointer + token.to(tl.int64) * stride_q_token, heads * stride_q_head, valid, HEAD_DIM, BLOCK_D)
     head = KeyHead(
         kv_pointer + kv_head * stride_kv_head,
         kv_pointer + kv_head * stride_kv_head + stride_values,

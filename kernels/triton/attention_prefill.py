@@ -38,9 +38,13 @@ class PrefillTile:
 def prefill_tile(head_dim: int, dtype: torch.dtype) -> PrefillTile:
     """The tile for a head size and a type of queries; tests/kernels/triton keeps the compiler's figures of each."""
     if dtype == torch.float32:  # no tensor cores: operands pass through registers
-        return PrefillTile(block_m=32, block_n=32, num_warps=4, num_stages=1)
-    if head_dim <= 128:
+        if head_dim <= 64:
+            return PrefillTile(block_m=32, block_n=32, num_warps=4, num_stages=1)
+        return PrefillTile(block_m=32, block_n=16, num_warps=8, num_stages=1)
+    if head_dim <= 64:
         return PrefillTile(block_m=128, block_n=64, num_warps=8, num_stages=2)
+    if head_dim <= 128:
+        return PrefillTile(block_m=64, block_n=64, num_warps=4, num_stages=2)
     return PrefillTile(block_m=64, block_n=32, num_warps=8, num_stages=2)
 
 
@@ -53,9 +57,10 @@ def prefill_launch(
     group = num_heads // num_kv_heads
     num_sequences = len(batch.context_lens)
     tile = prefill_tile(head_dim, q.dtype)
+    block_m = max(tile.block_m, triton.next_power_of_2(group))
     return Launch(
         _prefill_kernel,
-        (num_tokens // (tile.block_m // group) + num_sequences, num_kv_heads),  # as `find_sequence` lays tiles out
+        (num_tokens // (block_m // group) + num_sequences, num_kv_heads),  # as `find_sequence` lays tiles out
         args={
             "q_pointer": q,
             "kv_pointer": kv,
@@ -70,7 +75,7 @@ def prefill_launch(
             "GROUP": group,
             "HEAD_DIM": head_dim,
             "BLOCK_SIZE": block_size,
-            "BLOCK_M": tile.block_m,
+            "BLOCK_M": block_m,
             "BLOCK_N": tile.block_n,
             "BLOCK_D": triton.next_power_of_2(head_dim),
         },
@@ -144,10 +149,9 @@ def _prefill_kernel(
     state = attend_keys(
         q, head, state, left, right, begins, ends, scale, soft_cap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, False
     )
-    state = attend_keys(
-        q, head, state, right, end, begins, ends, scale, soft_cap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True
-    )
-    out = (state.acc / state.total[:, None]).to(out_pointer.dtype.element_ty)
+    state = attend_keys(q, head, state, right, end, begins, ends, scale, soft_cap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True)
+    total = tl.where(valid, state.total, 1.0)  # a row that isn't valid may have seen nothing
+    out = (state.acc / total[:, None]).to(out_pointer.dtype.element_ty)
     out_rows = (tokens * (tl.num_programs(1) * GROUP) + heads) * HEAD_DIM
     dims = tl.arange(0, BLOCK_D)
     at = out_pointer + out_rows[:, None] + dims[None, :]

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mlserve.kernels import PagedBatch
+from mlserve.kernels.triton.kv_cache import cache_strides
 
 __all__ = [
     "KeyHead",
@@ -59,9 +60,8 @@ def score_args(scale: float, window: int | None, soft_cap: float | None) -> dict
 
 
 def stride_args(q: Tensor, kv: Tensor) -> dict[str, int]:
-    """In elements. `q: [T, Hq, D]`, `kv: [blocks, 2, block_size, Hk, D]`, both dense in D."""
-    names = ("stride_block", "stride_values", "stride_slot", "stride_kv_head")
-    return {"stride_q_token": q.stride(0), "stride_q_head": q.stride(1), **dict(zip(names, kv.stride(), strict=False))}
+    """Of `q: [T, Hq, D]` and `kv`, in elements; both are dense in D."""
+    return {"stride_q_token": q.stride(0), "stride_q_head": q.stride(1), **cache_strides(kv)}
 
 
 @triton.jit
@@ -146,11 +146,12 @@ def attend_keys(
 @triton.jit
 def _attend_tile(q, k, v, visible, state, scale, soft_cap):
     """`q: [M, D]`, `k, v: [N, D]`, `visible: [M, N]` or None for all. Products are in q's type, sums in float32."""
-    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
-    if soft_cap is not None:
-        # c * tanh(x / c), with which an exp that overflows gives c
-        scores = soft_cap - 2 * soft_cap / (tl.exp(scores * (2 / soft_cap)) + 1)
-    scores *= LOG2_E
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")  # [M, N]
+    if soft_cap is None:
+        scores *= scale * LOG2_E
+    else:  # c * tanh(x / c) = c - 2c / (e^(2x / c) + 1): where the power overflows, c is right
+        powers = tl.exp2(scores * (scale * 2 * LOG2_E / soft_cap))
+        scores = (soft_cap - 2 * soft_cap / (powers + 1)) * LOG2_E
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
     peak = tl.maximum(state.peak, tl.max(scores, 1))
