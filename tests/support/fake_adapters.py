@@ -60,6 +60,10 @@ class FakeRegistry:
         if name not in self.adapters:
             raise AdapterNotFoundError(f"there is no adapter {name!r}")
 
+    def unload(self, name: str) -> None:
+        self.require(name)
+        del self.adapters[name]
+
     def lease(self, name: str) -> FakeLease:
         self.require(name)
         lease = FakeLease(self, name)
