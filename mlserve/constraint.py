@@ -68,6 +68,7 @@ class Constraint:
 
         Between tokens stands a space, or a new line with its indentation, or nothing. Keywords of JSON Schema that the
         grammar can't express, such as `uniqueItems`, are refused by the engine; so are references to other documents.
+        Options of llguidance may stand under the key `x-guidance`.
         """
         value = _parsed("json_schema", schema) if isinstance(schema, str) else schema
         if not isinstance(value, Mapping):

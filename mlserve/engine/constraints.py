@@ -122,8 +122,9 @@ class _Vocabulary:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._end = max(vocab_size, tokenizer.vocab_size)  # the library's token for the end
         self.num_words = self._end // 32 + 1
-        self._eos_words = np.array([token // 32 for token in eos_token_ids], np.intp)
-        self._eos_bits = np.array([1 << token % 32 for token in eos_token_ids], np.uint32)
+        eos = [token for token in eos_token_ids if token < self._end]  # a config may name tokens that don't exist
+        self._eos_words = np.array([token // 32 for token in eos], np.intp)
+        self._eos_bits = np.array([1 << token % 32 for token in eos], np.uint32)
         self.tokenizer = LLTokenizer(_TokenizerAdapter(tokenizer, self._end))
         self._executor = LLExecutor()
 
@@ -170,7 +171,11 @@ def _compile(constraint: Constraint, vocabulary: _Vocabulary) -> CompiledConstra
         max_lexer_states=MAX_LEXER_STATES,
         verbose_errors=False,
     )
-    start = LLMatcher(vocabulary.tokenizer, _grammar(constraint), log_level=0, limits=limits)
+    try:
+        grammar = _grammar(constraint)
+    except ValueError as error:  # JSON that Python reads and the library doesn't: lone surrogates, huge numbers
+        raise SamplingParamsError(f"the constraint {kind} isn't served: {error}") from None
+    start = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
     _check(kind, start)
     if vocabulary.only_ends(start):
         raise SamplingParamsError(f"the constraint {kind} allows the empty answer only: give one that allows a text")
@@ -189,7 +194,7 @@ def _check(kind: ConstraintKind, matcher: LLMatcher) -> None:
 
 
 def _grammar(constraint: Constraint) -> str:
-    """In the library's notation. Raises nothing but for malformed JSON, which a `Constraint` doesn't hold."""
+    """In the library's notation. Raises `ValueError` for a schema that isn't JSON to the library."""
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
             return _json_grammar('{"type":"object"}')

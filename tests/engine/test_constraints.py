@@ -125,12 +125,15 @@ def test_a_matcher_that_may_not_end_goes_on(compiler: ConstraintCompiler) -> Non
     assert mask(matcher) == [ord("0"), ord("1")]
 
 
-@pytest.mark.parametrize("eos", [(), (EOS,), (EOS, 300, 319)])
+@pytest.mark.parametrize("eos", [(), (EOS,), (EOS, 300, 319), (EOS, 9999)])
 @pytest.mark.parametrize("vocab_size", [200, 320, 500])  # fewer than the tokenizer's 320, as many, more
 def test_any_ends_and_any_size_of_vocabulary(tokenizer: Tokenizer, eos: tuple[int, ...], vocab_size: int) -> None:
     matcher = ConstraintCompiler(tokenizer, vocab_size, eos).compile(Constraint.regex("a*")).matcher()
     assert matcher.masks.num_words * 32 > max(vocab_size, 320)
-    assert [token for token in mask(matcher) if token < max(vocab_size, 320)] == [ord("a"), *eos]
+    assert [token for token in mask(matcher) if token < max(vocab_size, 320)] == [
+        ord("a"),
+        *(e for e in eos if e < 9999),
+    ]
 
 
 def test_special_tokens_come_only_if_the_grammar_names_them(compiler: ConstraintCompiler, tokenizer: Tokenizer) -> None:
@@ -246,6 +249,8 @@ REFUSED: dict[str, tuple[Constraint, str]] = {
         Constraint.json_schema({"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}),
         "Current row has",
     ),
+    "lone surrogate": (Constraint.json_schema({"const": "\ud800"}), "unexpected end of hex escape"),
+    "huge number": (Constraint.json_schema({"const": 10**400}), "number out of range"),
     "look-ahead": (Constraint.regex("(?=a)a"), "look-around"),
     "back-reference": (Constraint.regex(r"(a)\1"), "backreferences are not supported"),
     "open group": (Constraint.regex("(a"), "unclosed group"),
