@@ -16,6 +16,7 @@ from mlserve.config import (
     ModelOptions,
     Policy,
     SchedulerConfig,
+    ServerConfig,
 )
 from mlserve.constraint import Constraint, ConstraintKind
 from mlserve.errors import (
@@ -98,6 +99,7 @@ __all__ = [
     "SamplingParams",
     "SamplingParamsError",
     "SchedulerConfig",
+    "ServerConfig",
     "StepError",
     "StreamOutput",
     "TokenLogprob",
