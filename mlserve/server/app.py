@@ -8,7 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from mlserve import __version__
 from mlserve.server.errors import add_error_handlers
 from mlserve.server.middleware import Guard
-from mlserve.server.routes import adapters, cache, chat, completions, models, page, status, tokens
+from mlserve.server.routes import adapters, cache, chat, completions, models, page, responses, status, tokens
 from mlserve.server.serving import Serving
 
 __all__ = ["create_app"]
@@ -24,7 +24,7 @@ def create_app(serving: Serving) -> FastAPI:
         redoc_url=None,
     )
     app.state.serving = serving
-    for part in (chat, completions, models, adapters, cache, tokens, status, page):
+    for part in (chat, completions, responses, models, adapters, cache, tokens, status, page):
         app.include_router(part.router)
     add_error_handlers(app)
     app.add_middleware(Guard, keys=serving.keys, max_body_bytes=serving.config.max_body_bytes)

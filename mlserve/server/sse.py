@@ -1,36 +1,51 @@
-"""Server-sent events, as OpenAI's API streams them: one JSON object each, then `[DONE]`; an error is an event too."""
+"""Server-sent events, as OpenAI's API streams them: a JSON object each, and an error is an event too."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mlserve.server.errors import api_error
+from mlserve.server.errors import ApiError, api_error
 
 __all__ = ["EventStream", "event"]
 
 DONE = b"data: [DONE]\n\n"
 
 
-def event(body: dict[str, Any]) -> bytes:
-    """One event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def event(body: dict[str, Any], name: str | None = None) -> bytes:
+    """One event; some of OpenAI's have names."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _error_event(error: ApiError) -> Iterable[bytes]:
+    yield event(error.body)
 
 
 class EventStream(StreamingResponse):
     """Sends events until there are no more, or the client goes. Then, however it ended, closes where they come from."""
 
-    def __init__(self, events: AsyncGenerator[bytes], held: AsyncExitStack) -> None:
-        """`held` is left when the stream has ended: the place in the gate, and where the outputs come from."""
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        held: AsyncExitStack,
+        *,
+        end: bytes = DONE,
+        on_error: Callable[[ApiError], Iterable[bytes]] = _error_event,
+    ) -> None:
+        """`held` is left when the stream has ended: the place in the gate, and where the outputs come from.
+
+        end: what follows the last event. on_error: what tells of an error, in place of what would have followed.
+        """
         self._events = events
         self._held = held
         super().__init__(
-            _with_end(events),
+            _with_end(events, end, on_error),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
@@ -40,11 +55,15 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _with_end(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+async def _with_end(
+    events: AsyncGenerator[bytes], end: bytes, on_error: Callable[[ApiError], Iterable[bytes]]
+) -> AsyncGenerator[bytes]:
     try:
         async for each in events:
             yield each
     except Exception as error:
-        yield event(api_error(error).body)
+        for each in on_error(api_error(error)):
+            yield each
         return
-    yield DONE
+    if end:
+        yield end
