@@ -4,6 +4,7 @@ const MIN_PITCH = 4; // CSS pixels from one cell to the next
 const MAX_PITCH = 20;
 const DETAILED_PITCH = 8; // from here on there is room for outlines and signs
 const CACHED_ALPHA = 0.3;
+const MAX_CANVAS = 32_000; // device pixels that browsers draw, along each side
 const FADE_MS = 1400;
 
 export class BlockGrid {
@@ -31,12 +32,12 @@ export class BlockGrid {
 
   /** Show these cells, and for a moment a ring around the `fresh` ones. */
   show(cells, fresh) {
-    const hasOtherSize = cells.length !== this.#cells.length;
+    const before = this.#cells;
     this.#cells = cells;
     const now = performance.now();
     for (const place of fresh) this.#fresh.set(place, now);
-    if (hasOtherSize) this.fit();
-    else this.#draw();
+    if (before.length === cells.length) this.#draw(before);
+    else this.fit();
     this.#animate();
   }
 
@@ -49,7 +50,7 @@ export class BlockGrid {
     while (pitch > MIN_PITCH && numRows() * pitch > height) pitch -= 1;
     this.#pitch = pitch;
     this.#columns = Math.floor(width / pitch);
-    const scale = devicePixelRatio;
+    const scale = Math.min(devicePixelRatio, MAX_CANVAS / (numRows() * pitch));
     this.#canvas.width = this.#columns * pitch * scale;
     this.#canvas.height = numRows() * pitch * scale;
     this.#canvas.style.width = `${this.#columns * pitch}px`;
@@ -93,9 +94,12 @@ export class BlockGrid {
     });
   }
 
-  #draw() {
+  /** Draw all cells, or those that look other than `before`. */
+  #draw(before = []) {
     const colours = this.#colours();
-    for (let place = 0; place < this.#cells.length; place++) this.#drawCell(place, colours);
+    this.#cells.forEach((cell, place) => {
+      if (looksOther(cell, before[place])) this.#drawCell(place, colours);
+    });
   }
 
   /** What CSS variables are now, each looked up once. */
@@ -139,17 +143,20 @@ export class BlockGrid {
     if (isDetailed && cell.state === "cached") this.#outline(path, hue, 1);
   }
 
-  /** Images have a diamond, in the hue of the adapter that read them: they are told by shape too. */
+  /** Images have a diamond, and in it the hue of the adapter that read them: they are told by shape too. */
   #sign(x, y, side, cell, colours) {
+    this.#diamond(x, y, side / 2.6, colours("--panel"));
+    if (cell.owner !== null) this.#diamond(x, y, side / 4, colours(this.#palette.ofAdapter(cell.owner)));
+  }
+
+  #diamond(x, y, radius, colour) {
     const context = this.#context;
-    const radius = side / 3.2;
     context.beginPath();
     context.moveTo(x, y - radius);
     context.lineTo(x + radius, y);
     context.lineTo(x, y + radius);
     context.lineTo(x - radius, y);
-    context.closePath();
-    context.fillStyle = colours(cell.owner === null ? "--panel" : this.#palette.ofAdapter(cell.owner));
+    context.fillStyle = colour;
     context.fill();
   }
 
@@ -161,4 +168,8 @@ export class BlockGrid {
     context.stroke(path);
     context.globalAlpha = 1;
   }
+}
+
+function looksOther(cell, before) {
+  return cell.state !== before?.state || cell.owner !== before.owner || cell.image !== before.image;
 }

@@ -7,6 +7,7 @@ import { Palette } from "./palette.js";
 const BUSY_MS = 500; // between two looks while answers run or blocks change
 const IDLE_MS = 2000;
 const LIVELY_MS = 5000; // so long after a change it is still busy
+const REST = 4; // times as long as it took to look, since the engine does nothing else in that time
 const FORBIDDEN = 403;
 const TIP_GAP = 6; // CSS pixels between a block and the words about it
 
@@ -48,8 +49,9 @@ export class PoolView {
   async start() {
     for (;;) {
       this.#isPoked = false;
+      const began = performance.now();
       if (this.#isSeen()) await this.#update();
-      if (!this.#isPoked) await this.#pause();
+      if (!this.#isPoked) await this.#pause(REST * (performance.now() - began));
     }
   }
 
@@ -58,12 +60,12 @@ export class PoolView {
   }
 
   /** Until it is time to look again; while nobody sees it, until `look`. */
-  async #pause() {
+  async #pause(leastMs) {
     const isBusy = this.#isAnswering || performance.now() - this.#changedAt < LIVELY_MS;
     let timer;
     await new Promise((resolve) => {
       this.#endPause = resolve;
-      if (this.#isSeen()) timer = setTimeout(resolve, isBusy ? BUSY_MS : IDLE_MS);
+      if (this.#isSeen()) timer = setTimeout(resolve, Math.max(leastMs, isBusy ? BUSY_MS : IDLE_MS));
     });
     clearTimeout(timer);
   }
@@ -131,8 +133,12 @@ export class PoolView {
 
   #listen() {
     const canvas = this.#find("blocks");
-    canvas.addEventListener("pointermove", (event) => this.#choose(this.#grid.placeAt(event.offsetX, event.offsetY)));
-    canvas.addEventListener("pointerleave", () => this.#choose(null));
+    const point = (event) => this.#choose(this.#grid.placeAt(event.offsetX, event.offsetY));
+    canvas.addEventListener("pointermove", point);
+    canvas.addEventListener("pointerdown", point);
+    canvas.addEventListener("pointerleave", (event) => {
+      if (event.pointerType !== "touch") this.#choose(null); // a finger leaves when it is lifted
+    });
     canvas.addEventListener("focus", () => this.#choose(this.#chosen ?? 0));
     canvas.addEventListener("blur", () => this.#choose(null));
     canvas.addEventListener("keydown", (event) => this.#onKey(event));
@@ -154,7 +160,11 @@ export class PoolView {
     const place = { Home: 0, End: last }[event.key] ?? here + steps[event.key];
     if (Number.isNaN(place) || last < 0) return;
     event.preventDefault();
-    if (place >= 0 && place <= last) this.#choose(place);
+    if (place < 0 || place > last) return;
+    this.#choose(place);
+    const { y, size } = this.#grid.boxOf(place);
+    const map = this.#find("map");
+    map.scrollTop = Math.max(y + size - map.clientHeight, Math.min(y, map.scrollTop));
   }
 
   /** Frame a block and say what it holds, on the screen and to screen readers. */
