@@ -38,8 +38,8 @@ class ToolFormat(Protocol):
         """What it is called in options."""
 
     @property
-    def openers(self) -> tuple[str, ...]:
-        """Literals that begin marked calls."""
+    def opener(self) -> str:
+        """The literal that begins marked calls; empty if there are none."""
 
     @property
     def bare(self) -> str:
@@ -54,7 +54,7 @@ class ToolFormat(Protocol):
         """Whether what began as a call is certain to be one, so that its arguments can be given out as they come."""
 
     def calls(self, sink: CallSink) -> Scan:
-        """Reads what follows an opener; or a bare call, from its first character on."""
+        """Reads what follows the opener; or a bare call, from its first character on."""
 
     def write(self, calls: Sequence[NamedArguments]) -> str:
         """Names and arguments in this form."""
@@ -64,7 +64,7 @@ class Hermes:
     """SmolLM2 writes a list of calls between the marks, the others one call."""
 
     name = "hermes"
-    openers = ("<tool_call>",)
+    opener = "<tool_call>"
     bare = ""
     markers = ("<tool_call>", "</tool_call>")
     streams_arguments = False
@@ -82,7 +82,7 @@ class Llama3Json:
     """Several calls stand behind one another, with semicolons between."""
 
     name = "llama3_json"
-    openers = ("<|python_tag|>",)
+    opener = "<|python_tag|>"
     bare = "{"
     markers = ("<|python_tag|>",)
     streams_arguments = False
@@ -102,7 +102,7 @@ class Mistral:
     """The list came first; newer models write the mark again before each call, perhaps with an id behind the name."""
 
     name = "mistral"
-    openers = ("[TOOL_CALLS]",)
+    opener = "[TOOL_CALLS]"
     bare = ""
     markers = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     streams_arguments = False
@@ -134,7 +134,7 @@ class Pythonic:
     """A list of Python calls with named arguments, whose values are literals."""
 
     name = "pythonic"
-    openers = ("<|python_tag|>",)
+    opener = "<|python_tag|>"
     bare = "["
     markers = ("<|python_tag|>",)
     streams_arguments = False
@@ -151,7 +151,7 @@ class JsonAnswer:
     """The whole answer is one call: what a model is constrained to write when it has to call a tool."""
 
     name = "json"
-    openers = ()
+    opener = ""
     bare = "{"
     markers = ()
     streams_arguments = True

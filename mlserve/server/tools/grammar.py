@@ -7,7 +7,6 @@ form raises `Mismatch`, without having used that character. So a form is read th
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Generator
 from typing import Protocol
@@ -126,7 +125,6 @@ def json_calls(sink: CallSink, char: str) -> Scan:
         return
     while True:
         yield from _json_call(sink, char)
-        sink.may_end("]")
         char = yield from space()
         if char == "]":
             return
@@ -166,20 +164,11 @@ def _json_call(sink: CallSink, char: str) -> Scan:
 
 
 def _short_string(char: str) -> Text:
-    """Use a JSON string, from its opening to its closing quote; returns what it says."""
+    """Use a JSON string without escapes, from its opening to its closing quote; returns what it says."""
     expect(char, '"')
-    text = [char]
-    is_escaped = False
-    while True:
-        char = yield
-        if len(text) > _MAX_SHORT_STRING:
+    text: list[str] = []
+    while (char := (yield)) != '"':
+        if char < " " or char == "\\" or len(text) == _MAX_SHORT_STRING:
             raise Mismatch
         text.append(char)
-        if char == '"' and not is_escaped:
-            break
-        is_escaped = char == "\\" and not is_escaped
-    try:
-        value: str = json.loads("".join(text))
-    except ValueError as error:
-        raise Mismatch from error
-    return value
+    return "".join(text)

@@ -55,6 +55,7 @@ class CallParser:
     ) -> None:
         self._form = form
         self._end_of_turn = tuple(literal for literal in end_of_turn if literal)  # a token may have no text
+        self._held_back = [literal for literal in (form.opener[:-1], *self._end_of_turn) if literal]
         self._found = _Found(form.streams_arguments, tool_names, new_id)
         self._scan: Scan | None = None  # of the call that may be going on
         self._raw: list[str] = []  # what it has used and what becomes content if it fails
@@ -99,11 +100,11 @@ class CallParser:
             if behind_space[0] in self._form.bare:
                 self._begin(text[: len(text) - len(behind_space)], is_marked=False)
                 return behind_space
-        found = [(at, opener) for opener in self._form.openers if (at := text.find(opener)) >= 0]
-        if not found:
+        opener = self._form.opener
+        at = text.find(opener) if opener else -1
+        if at < 0:
             self._hold(text)
             return ""
-        at, opener = min(found)
         before = text[:at].rstrip(WHITE_SPACE)
         self._give(before)
         self._begin(text[len(before) : at] + opener, is_marked=True)
@@ -143,9 +144,8 @@ class CallParser:
         self._held = text[certain:]
 
     def _unfinished_mark(self, text: str) -> int:
-        """The length of the longest end of the text that begins a mark; an end-of-turn literal may be whole."""
-        longest = [*(opener[:-1] for opener in self._form.openers), *self._end_of_turn]
-        return max((_overlap(text, beginning) for beginning in longest), default=0)
+        """The length of the longest end of the text that begins the opener or an end of turn, which may be whole."""
+        return max((_overlap(text, beginning) for beginning in self._held_back), default=0)
 
     def _give(self, text: str) -> None:
         if text:
@@ -179,7 +179,6 @@ class _Found:
     def open(self, is_marked: bool) -> None:
         self._is_marked = is_marked
         self.rest = None
-        self._arguments.clear()
 
     def content(self, text: str) -> None:
         last = self._deltas[-1] if self._deltas else None

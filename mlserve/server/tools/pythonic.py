@@ -25,7 +25,6 @@ def python_calls(sink: CallSink, char: str) -> Scan:
     char = yield from space()
     while True:
         yield from _call(sink, char)
-        sink.may_end("]")
         char = yield from space()
         if char == "]":
             return

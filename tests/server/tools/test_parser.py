@@ -233,6 +233,12 @@ def test_json_that_is_no_call_is_given_out_at_its_first_foreign_key() -> None:
     assert parser.feed(" 42}") == [Content(" 42}")]
 
 
+def test_a_name_is_waited_for_so_long_only() -> None:
+    parser = new_parser("llama3_json")
+    assert parser.feed('{"' + "x" * 128) == []
+    assert parser.feed("xx") == [Content('{"' + "x" * 130)]
+
+
 def test_a_free_call_is_given_out_when_it_is_complete() -> None:
     parser = new_parser("hermes")
     assert parser.feed('<tool_call>{"name": "f", "arguments": {"a": 1}') == []

@@ -70,5 +70,5 @@ def test_formats_by_name() -> None:
 
 
 def test_markers_name_every_literal_of_a_form() -> None:
-    assert all(set(form.openers) <= set(form.markers) for form in FORMATS.values())
+    assert all(form.opener in form.markers for form in FORMATS.values())
     assert FORMATS["hermes"].markers == ("<tool_call>", "</tool_call>")
