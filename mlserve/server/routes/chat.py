@@ -42,5 +42,5 @@ async def create_chat_completion(
         )
         if body.stream:
             outputs = await opened(request, outputs_of(serving, chat.job), held)
-            return EventStream(answer.events(outputs), held.pop_all())
+            return EventStream(answer.events(outputs), held.pop_all(), serving.config.request_timeout)
         return JSONResponse(answer.whole(await while_connected(request, complete(serving, chat.job))))

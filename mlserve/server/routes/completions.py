@@ -58,7 +58,7 @@ async def create_completion(
         if not body.stream:
             return JSONResponse(answer.whole(await while_connected(request, _complete_all(serving, jobs))))
         outputs = await opened(request, merge([outputs_of(serving, job) for job in jobs]), held)
-        return EventStream(answer.events(outputs), held.pop_all())
+        return EventStream(answer.events(outputs), held.pop_all(), serving.config.request_timeout)
 
 
 def _jobs(

@@ -42,5 +42,7 @@ async def create_response(
         if body.stream:
             stream = ResponseStream(answer)
             outputs = await opened(request, outputs_of(serving, chat.job), held)
-            return EventStream(stream.events(outputs), held.pop_all(), end=b"", on_error=stream.failure)
+            return EventStream(
+                stream.events(outputs), held.pop_all(), serving.config.request_timeout, end=b"", on_error=stream.failure
+            )
         return JSONResponse(answer.whole(await while_connected(request, complete(serving, chat.job))))
