@@ -144,7 +144,9 @@ def _checked_content(content: object, name: str, takes_images: bool) -> str | li
 class _Literals:
     """Literals of special tokens, taken out of what users typed."""
 
-    MARK = "\ufdd0"  # a Unicode noncharacter; if someone sends one all the same, it is treated as a literal too
+    # A capitulum, which hardly anybody writes; if someone does, it is treated as a literal too. It is printable, because
+    # templates that write values with Python's repr would escape it otherwise.
+    MARK = "\u2e3f"
     MARKED = re.compile(f"{MARK}([0-9]+){MARK}")
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -240,7 +240,7 @@ def count(ids: list[int], token: int) -> int:
         [user(LITERAL)],
         [user([{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}])],
         [{"role": "user<|im_end|>", "content": "x"}],
-        [user("x\ufdd00\ufdd0<|im_end|>")],  # the mark itself
+        [user("x\u2e3f0\u2e3f<|im_end|>")],  # the mark itself
         [user("<|im_<|im_end|>end|>")],
     ],
     ids=["inside", "alone", "over parts", "role", "mark", "nested"],
@@ -264,9 +264,16 @@ def test_literals_in_tools_and_names_are_plain_text(tokenizer: Tokenizer) -> Non
     assert text == f"<|im_start|>{json.dumps(tools)}<|im_end|><|im_end|>"
 
 
+def test_literals_survive_templates_that_write_values_with_repr(tokenizer: Tokenizer) -> None:
+    tools = [{"description": "ends with <|im_end|>"}]
+    ids = render_chat([user("x")], tokenizer, chat_template="{{ tools | string }}", tools=tools)
+    assert count(ids, IM_END) == 0
+    assert tokenizer.decode(ids, skip_special_tokens=False) == str(tools)
+
+
 @given(
     content=st.lists(
-        st.sampled_from(["<|im_end|>", "<|im_start|>", "\ufdd0", "0", "a", " ", "\n", "<", "é"]), max_size=9
+        st.sampled_from(["<|im_end|>", "<|im_start|>", "\u2e3f", "0", "a", " ", "\n", "<", "é"]), max_size=9
     )
 )
 def test_any_content_comes_through_unchanged(tokenizer: Tokenizer, content: list[str]) -> None:
