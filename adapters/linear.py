@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from mlserve.adapters.segments import AdapterRows
+from mlserve.adapters.segments import AdapterRows, GroupedRows
 from mlserve.adapters.slots import AdapterSlots, Projection
 from mlserve.kernels import AdapterSegments, Ops
 
-__all__ = ["StepAdapters"]
+__all__ = ["Put", "StepAdapters"]
+
+Put = Callable[[NDArray[Any]], Tensor]  # brings an array to the device; its numbers may arrive later
 
 
 class StepAdapters:
-    """The adapters of one step, over all its rows or a selection of them. Rows of the base model cost nothing."""
+    """The adapters of one step, over all its rows or a selection of them. Rows of the base model cost nothing.
 
-    def __init__(self, slots: AdapterSlots, ops: Ops, rows: AdapterRows) -> None:
-        """`rows`: not empty."""
-        self._slots = slots
-        self._ops = ops
-        self._rows = rows
-        self._segments: AdapterSegments = rows.segments(slots.device)
-        self._used = set(self._segments.slots.tolist())
-        self._active = slots.projections(self._used)
-        self._dora_rows: dict[Projection, tuple[Tensor, Tensor]] = {}
+    What is decided here is decided on the host: nothing is asked of the device.
+    """
 
-    def select(self, chosen: Sequence[int]) -> StepAdapters | None:
+    def __init__(
+        self,
+        slots: AdapterSlots,
+        ops: Ops,
+        rows: AdapterRows,
+        put: Put | None = None,
+        *,
+        padded_rows: int | None = None,
+    ) -> None:
+        """`rows`: not empty. `put`: by default each array is copied on its own.
+
+        With `padded_rows` shapes and calls depend on that number and on `AdapterSlots.layout` alone, so that a graph
+        captured for one step serves others: segments for all slots, and all linears that any slot could change. Only
+        for adapters without DoRA, whose rows are picked by index.
+        """
+        put = slots.put if put is None else put
+        self._slots, self._ops, self._rows = slots, ops, rows
+        grouped = rows.grouped()
+        used = frozenset(grouped.slots.tolist())
+        if padded_rows is None:
+            self._active = slots.projections(used)
+        else:
+            self._active = slots.layout
+            grouped = grouped.padded(padded_rows, slots.num_slots)
+        slots.before_use(used)
+        self._segments = AdapterSegments(put(grouped.order), put(grouped.starts), put(grouped.slots))
+        self._row_slots = put(grouped.row_slots) if Projection.EMBED in self._active else None  # [N]
+        self._with_dora = frozenset(p for p in self._active if slots.dora_slots(p) & used)
+        self._dora_rows = _rows_of(grouped, slots.with_dora(used), put) if self._with_dora else None
+
+    def select(self, chosen: Sequence[int] | NDArray[np.int64], put: Put | None = None) -> StepAdapters | None:
         """The same for the matrix whose row i is row chosen[i] of this one; None if no adapter acts on it."""
         rows = self._rows.select(chosen)
-        return StepAdapters(self._slots, self._ops, rows) if len(rows.rows) else None
+        return StepAdapters(self._slots, self._ops, rows, put) if len(rows.rows) else None
 
     def changes(self, projection: Projection) -> bool:
         """Whether any adapter of the step acts on that linear."""
@@ -50,28 +77,25 @@ class StepAdapters:
 
     def embed(self, token_ids: Tensor, y: Tensor) -> None:
         """`token_ids: [T]`, `y: [T, H]` = their rows of the embedding table; becomes the adapters' in place."""
-        if Projection.EMBED not in self._active:
+        if self._row_slots is None:
             return
         lora = self._slots.lora(Projection.EMBED, 0)
-        order, lengths = self._segments.order, self._segments.starts.diff()
-        row_slots = self._segments.slots.long().repeat_interleave(lengths)
-        shrunk = lora.a[row_slots, :, :, token_ids[order]].float()  # [N, 1, R]: columns of A in place of A @ one-hot
+        ids = token_ids[self._segments.order]
+        shrunk = lora.a[self._row_slots, :, :, ids].float()  # [N, 1, R]: columns of A in place of A @ one-hot
         self._rescale(Projection.EMBED, 0, y)
         self._ops.lora_expand_(shrunk, lora, self._segments, y)
 
     def _rescale(self, projection: Projection, layer: int, y: Tensor) -> None:
-        scales = self._slots.row_scales(projection, layer)
-        if scales is None or not self._slots.dora_slots(projection) & self._used:
+        """The rows of all slots that have DoRA on some linear: where one hasn't, its scales are 1 and its shifts 0."""
+        if projection not in self._with_dora:
             return
-        rows, slots = self._rows_with_dora(projection)
+        assert self._dora_rows is not None
+        scales = self._slots.row_scales(projection, layer)
+        rows, slots = self._dora_rows
         y[rows] = (y[rows] * scales.scale[slots] + scales.shift[slots]).to(y.dtype)
 
-    def _rows_with_dora(self, projection: Projection) -> tuple[Tensor, Tensor]:
-        """Rows `[M]` whose slot has DoRA on the projection, and their slots: the same for all layers."""
-        if projection not in self._dora_rows:
-            with_dora = self._slots.dora_slots(projection)
-            at = [i for i, slot in enumerate(self._rows.slots.tolist()) if slot in with_dora]
-            rows, slots = torch.from_numpy(self._rows.rows[at]), torch.from_numpy(self._rows.slots[at]).long()
-            device = self._slots.device
-            self._dora_rows[projection] = (rows.to(device), slots.to(device))
-        return self._dora_rows[projection]
+
+def _rows_of(grouped: GroupedRows, slots: frozenset[int], put: Put) -> tuple[Tensor, Tensor]:
+    """Rows `[M]` of these slots, and their slots."""
+    (at,) = np.nonzero(np.isin(grouped.row_slots, list(slots)))
+    return put(grouped.order[at]), put(grouped.row_slots[at])

@@ -7,14 +7,17 @@ model without adapters pays nothing, and one whose adapters leave the MLP alone 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from mlserve.adapters.copy_stream import SlotCopies, slot_copies
 from mlserve.adapters.host import HostAdapter, HostWeights
 from mlserve.adapters.spec import BaseShape, Module, Site
 from mlserve.errors import AdapterLimitError
@@ -44,88 +47,129 @@ _PROJECTIONS = {module: (projection, k) for projection in Projection for k, modu
 
 @dataclass(frozen=True, slots=True)
 class RowScales:
-    """What DoRA does to the base model's output of one linear: y * scale + shift, for each slot that has DoRA."""
+    """What DoRA does to the base model's output of one linear: y * scale + shift. Slots without it have 1 and 0."""
 
     scale: Tensor  # [slots, out] float32
     shift: Tensor  # [slots, out] float32: bias * (1 - scale)
 
 
+@dataclass(frozen=True, slots=True)
+class _StackShape:
+    """One projection over all slots and layers, as numbers."""
+
+    num_slots: int
+    num_layers: int
+    max_rank: int
+    width: int
+    out_starts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, projection: Projection, base: BaseShape, num_slots: int, max_rank: int) -> _StackShape:
+        sizes = [size for size in map(base.size, projection.value) if size is not None]
+        num_layers = base.num_layers if projection.is_layered else 1
+        return cls(num_slots, num_layers, max_rank, sizes[0][1], (0, *accumulate(out for out, _ in sizes)))
+
+    @property
+    def num_slices(self) -> int:
+        return len(self.out_starts) - 1
+
+    @property
+    def num_elements(self) -> int:
+        """Of A and B."""
+        per_rank = self.num_slices * self.width + self.out_starts[-1]
+        return self.num_slots * self.num_layers * self.max_rank * per_rank
+
+
 class _Stack:
     """One projection: all slots, all layers."""
 
-    def __init__(
-        self,
-        projection: Projection,
-        base: BaseShape,
-        num_slots: int,
-        max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        sizes = [base.size(module) for module in projection.value]
-        outs = [size[0] for size in sizes if size is not None]
-        width = next(size[1] for size in sizes if size is not None)
-        self.num_layers = base.num_layers if projection.is_layered else 1
-        self.out_starts = (0, *accumulate(outs))
-        self.a = torch.empty(num_slots, self.num_layers, len(outs), max_rank, width, dtype=dtype, device=device)
-        self.b = torch.empty(num_slots, self.num_layers, max_rank, self.out_starts[-1], dtype=dtype, device=device)
-        self.ranks = torch.zeros(self.num_layers, num_slots, len(outs), dtype=torch.int32)
-        self.layers = [
-            LoraSlots(self.a[:, i], self.b[:, i], self.ranks[i], self.out_starts) for i in range(self.num_layers)
-        ]
-        self.row_scales: list[RowScales] | None = None
+    def __init__(self, shape: _StackShape, dtype: torch.dtype, device: torch.device) -> None:
+        slots, layers, slices = shape.num_slots, shape.num_layers, shape.num_slices
+        self.shape = shape
+        self.a = torch.empty(slots, layers, slices, shape.max_rank, shape.width, dtype=dtype, device=device)
+        self.b = torch.empty(slots, layers, shape.max_rank, shape.out_starts[-1], dtype=dtype, device=device)
+        self.ranks = torch.zeros(layers, slots, slices, dtype=torch.int32, device=device)
+        self.layers = [LoraSlots(self.a[:, i], self.b[:, i], self.ranks[i], shape.out_starts) for i in range(layers)]
+        self.row_scales: RowScales | None = None  # [layers, slots, out] each
         self.dora_slots: set[int] = set()
 
     def columns(self, k: int) -> slice:
-        return slice(self.out_starts[k], self.out_starts[k + 1])
+        return slice(self.shape.out_starts[k], self.shape.out_starts[k + 1])
+
+    def clear(self, slot: int) -> None:
+        """The slot leaves this projection alone."""
+        self.ranks[:, slot] = 0
+        if slot in self.dora_slots:
+            assert self.row_scales is not None
+            self.dora_slots.remove(slot)
+            self.row_scales.scale[:, slot] = 1.0
+            self.row_scales.shift[:, slot] = 0.0
 
     def set_row_scales(self, slot: int, layer: int, k: int, weights: HostWeights) -> None:
         assert weights.row_scales is not None
         if self.row_scales is None:
-            shape = (self.a.shape[0], self.out_starts[-1])
-            self.row_scales = [
-                RowScales(torch.ones(shape, device=self.a.device), torch.zeros(shape, device=self.a.device))
-                for _ in range(self.num_layers)
-            ]
-        if slot not in self.dora_slots:
-            self.dora_slots.add(slot)
-            for scales in self.row_scales:
-                scales.scale[slot] = 1.0
-                scales.shift[slot] = 0.0
-        scales = self.row_scales[layer]
-        scales.scale[slot, self.columns(k)] = weights.row_scales.to(self.a.device)
+            shape = (self.shape.num_layers, self.shape.num_slots, self.shape.out_starts[-1])
+            device = self.a.device
+            self.row_scales = RowScales(torch.ones(shape, device=device), torch.zeros(shape, device=device))
+        self.dora_slots.add(slot)
+        at = (layer, slot, self.columns(k))
+        self.row_scales.scale[at] = weights.row_scales
         if weights.bias is not None:
-            scales.shift[slot, self.columns(k)] = (weights.bias * (1 - weights.row_scales)).to(self.a.device)
+            self.row_scales.shift[at] = weights.bias * (1 - weights.row_scales)
 
 
 class AdapterSlots:
     """`num_slots` adapters of up to `max_rank`. Which adapter is in which slot is the scheduler's business."""
 
     def __init__(
-        self, base: BaseShape, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
+        self,
+        base: BaseShape,
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        copies: SlotCopies | None = None,
     ) -> None:
+        """`copies`: by default those that suit the device."""
         self.base = base
         self.num_slots = num_slots
         self.max_rank = max_rank
         self.dtype = dtype
         self.device = device
+        self._copies = slot_copies(device) if copies is None else copies
         self._stacks: dict[Projection, _Stack] = {}
         self._projections: list[frozenset[Projection]] = [frozenset()] * num_slots
 
     @torch.inference_mode()
     def write(self, slot: int, adapter: HostAdapter) -> None:
-        """Put an adapter into a slot, over what was there. Raises `AdapterLimitError` if memory for it can't be had."""
+        """Put an adapter into a slot, over what was there. Raises `AdapterLimitError` if memory for it can't be had.
+
+        On a GPU it may still be under way afterwards: `before_use` orders it before what reads the slot.
+        """
         sites = {site: _PROJECTIONS[site.module] for site in adapter.weights}
         projections = frozenset(projection for projection, _ in sites.values())
         for projection in projections:
             self._stack(projection)
-        for stack in self._stacks.values():
-            stack.ranks[:, slot] = 0
-            stack.dora_slots.discard(slot)
-        self._projections[slot] = projections
-        self._copy(slot, adapter.weights, sites)
+        with self._copies.writing(slot):
+            for stack in self._stacks.values():
+                stack.clear(slot)
+            self._projections[slot] = projections
+            self._copy(slot, adapter.weights_on(self.device), sites)
 
-    def projections(self, slots: set[int]) -> frozenset[Projection]:
+    def before_use(self, slots: Set[int]) -> None:
+        """To be called before what reads these slots is begun."""
+        self._copies.before_use(slots)
+
+    def put(self, array: NDArray[Any]) -> Tensor:
+        """An array, on the slots' device."""
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    @property
+    def layout(self) -> frozenset[Projection]:
+        """The linears that have memory: all that any slot changes, or once did. It only grows."""
+        return frozenset(self._stacks)
+
+    def projections(self, slots: Set[int]) -> frozenset[Projection]:
         """The linears that any of these slots changes."""
         return frozenset().union(*(self._projections[slot] for slot in slots))
 
@@ -133,25 +177,37 @@ class AdapterSlots:
         """One linear's matrices in all slots; only of projections that some slot changes."""
         return self._stacks[projection].layers[layer]
 
-    def row_scales(self, projection: Projection, layer: int) -> RowScales | None:
-        """One linear's DoRA scales; None if no slot has any."""
+    def row_scales(self, projection: Projection, layer: int) -> RowScales:
+        """One linear's DoRA scales; only of projections that have `dora_slots`, or had them."""
         scales = self._stacks[projection].row_scales
-        return None if scales is None else scales[layer]
+        assert scales is not None
+        return RowScales(scales.scale[layer], scales.shift[layer])
 
-    def dora_slots(self, projection: Projection) -> set[int]:
+    def dora_slots(self, projection: Projection) -> frozenset[int]:
         """The slots that have DoRA on it."""
-        return self._stacks[projection].dora_slots
+        return frozenset(self._stacks[projection].dora_slots)
+
+    def with_dora(self, slots: Set[int]) -> frozenset[int]:
+        """Those of the slots that have DoRA on any linear."""
+        return frozenset(slots).intersection(frozenset().union(*(s.dora_slots for s in self._stacks.values())))
 
     @property
     def num_bytes(self) -> int:
         """Device memory that was taken so far."""
         return sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
 
+    @property
+    def max_bytes(self) -> int:
+        """Device memory that will be taken once adapters have changed every linear, embedding and output layer too."""
+        shapes = (_StackShape.of(projection, self.base, self.num_slots, self.max_rank) for projection in Projection)
+        return sum(shape.num_elements for shape in shapes) * self.dtype.itemsize
+
     def _stack(self, projection: Projection) -> _Stack:
         stack = self._stacks.get(projection)
         if stack is None:
+            shape = _StackShape.of(projection, self.base, self.num_slots, self.max_rank)
             try:
-                stack = _Stack(projection, self.base, self.num_slots, self.max_rank, self.dtype, self.device)
+                stack = _Stack(shape, self.dtype, self.device)
             except RuntimeError as error:  # torch has no narrower one for a CPU
                 raise AdapterLimitError(
                     f"there is no memory for {self.num_slots} slots of rank {self.max_rank} on "
@@ -165,6 +221,7 @@ class AdapterSlots:
     ) -> None:
         """All matrices in two calls: an adapter has hundreds, and most of their time would be overhead."""
         targets, sources, bs, scalings, scaled_rows = [], [], [], [], []
+        ranks = {p: torch.zeros_like(self._stacks[p].ranks[:, slot], device="cpu") for p in self._projections[slot]}
         for site, lora in weights.items():
             projection, k = sites[site]
             stack, layer, rank = self._stacks[projection], site.layer or 0, lora.a.shape[0]
@@ -173,11 +230,13 @@ class AdapterSlots:
             sources += [lora.a, lora.b]
             bs.append(b)
             scalings.append(lora.scaling)
-            stack.ranks[layer, slot, k] = rank
+            ranks[projection][layer, k] = rank
             if lora.row_scales is not None:
                 stack.set_row_scales(slot, layer, k, lora)
                 scaled_rows.append((b, lora.row_scales))
         torch._foreach_copy_(targets, sources, non_blocking=True)
         torch._foreach_mul_(bs, scalings)
+        for projection, slot_ranks in ranks.items():
+            self._stacks[projection].ranks[:, slot] = self.put(slot_ranks.numpy())
         for b, row_scales in scaled_rows:
             b *= row_scales.to(b.device, b.dtype)

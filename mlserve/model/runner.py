@@ -13,9 +13,11 @@ from mlserve.adapters.linear import StepAdapters
 from mlserve.adapters.slots import AdapterSlots, Projection
 from mlserve.kernels import kv_pool
 from mlserve.model.decoder import Decoder
-from mlserve.model.inputs import ImageRows, build_batch, image_pieces, image_rows, step_adapters
+from mlserve.model.graphs import DecodeGraphs, GraphOptions
+from mlserve.model.inputs import ImageRows, StepInputs, image_pieces, image_rows, step_inputs, upload
 from mlserve.model.plan import SequenceT, StepPlan, StepResult
 from mlserve.model.sampler import Sampler, prompt_logprobs
+from mlserve.model.staging import uploads_for
 from mlserve.request import TokenLogprob
 from mlserve.vision.encoding import ImageEncoder
 
@@ -35,17 +37,21 @@ class ModelRunner:
         kv_dtype: torch.dtype,
         adapters: AdapterSlots,
         images: ImageEncoder | None = None,
+        graphs: GraphOptions | None = None,
     ) -> None:
+        """`images`: None for a model that takes none. `graphs`: None runs decode steps as all others."""
         config = decoder.config
         self.decoder = decoder
         self.adapters = adapters
-        self.images = images  # None: the model takes no images
+        self.images = images
         self.block_size = block_size
         self.device = decoder.device
         self.sampler = Sampler()
+        self._uploads = uploads_for(decoder.device)
         self.kv = kv_pool(
             num_blocks, config.num_layers, block_size, config.num_kv_heads, config.head_dim, kv_dtype, self.device
         )
+        self._graphs = None if graphs is None else DecodeGraphs(decoder, self.kv, block_size, adapters, graphs)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan[SequenceT]) -> StepResult:
@@ -59,10 +65,15 @@ class ModelRunner:
         wanted = sorted({*sampled_rows, *(i for span in spans.values() for i in span)})
         for load in plan.loads:
             self.adapters.write(load.slot, load.adapter)
-        adapters = step_adapters(plan, self.adapters, self.decoder.ops)
-        batch = build_batch(plan, wanted, self.block_size, self.device, adapters, self._image_rows(plan))
-        hidden = Hidden(self.decoder, self.decoder.forward(batch, self.kv), batch.logit_adapters)
+        inputs, images = step_inputs(plan, wanted, self.block_size), self._image_rows(plan)
         result = StepResult()
+        if self._graphs is not None and images is None and not spans:
+            logits = self._graphs.logits(inputs)
+            if logits is not None:
+                if sampled_rows:
+                    self._sample(plan, logits, result)
+                return result
+        hidden = self._forward(inputs, images)
         at = {token_row: i for i, token_row in enumerate(wanted)}
         for row, span in spans.items():
             if span:
@@ -72,11 +83,18 @@ class ModelRunner:
             self._sample(plan, hidden.logits([at[i] for i in sampled_rows]), result)
         return result
 
+    def _forward(self, inputs: StepInputs, images: ImageRows | None) -> Hidden:
+        batch = upload(inputs, self._uploads, self.adapters, self.decoder.ops, images)
+        self._uploads.send()
+        return Hidden(self.decoder, self.decoder.forward(batch, self.kv), batch.logit_adapters)
+
     def _image_rows(self, plan: StepPlan[SequenceT]) -> ImageRows | None:
         if self.images is None:
             return None
         pieces = image_pieces(plan)
-        return image_rows(pieces, self.images.embeddings(image for image, _ in pieces)) if pieces else None
+        if not pieces:
+            return None
+        return image_rows(pieces, self.images.embeddings(image for image, _ in pieces), self._uploads)
 
     def _sample(self, plan: StepPlan[SequenceT], logits: Tensor, result: StepResult) -> None:
         sampled = self.sampler.sample(logits, [plan.sequences[row] for row in plan.sampled])

@@ -2,13 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlserve.adapters.segments import AdapterRows, SlotRange
-
-CPU = torch.device("cpu")
 
 
 def rows_of(*ranges: tuple[int, int, int]) -> AdapterRows:
@@ -31,14 +28,14 @@ def test_decoding_has_one_row_each() -> None:
 
 
 def test_segments_group_rows_by_slot() -> None:
-    segments = rows_of((1, 0, 2), (0, 3, 4), (1, 6, 7)).segments(CPU)
+    segments = rows_of((1, 0, 2), (0, 3, 4), (1, 6, 7)).grouped()
     assert segments.slots.tolist() == [0, 1]
     assert segments.starts.tolist() == [0, 1, 4]
     assert segments.order.tolist() == [3, 0, 1, 6]
     assert (segments.order.dtype, segments.starts.dtype, segments.slots.dtype) == (
-        torch.int64,
-        torch.int32,
-        torch.int32,
+        np.int64,
+        np.int32,
+        np.int32,
     )
 
 
@@ -56,7 +53,7 @@ def test_a_selection_is_renumbered(chosen: list[int]) -> None:
 )
 def test_every_row_is_in_its_slots_segment(slots: list[int | None]) -> None:
     rows = rows_of(*((slot, i, i + 1) for i, slot in enumerate(slots) if slot is not None))
-    segments = rows.segments(CPU)
+    segments = rows.grouped()
     found = {}
     starts = segments.starts.tolist()
     for g, slot in enumerate(segments.slots.tolist()):
@@ -65,3 +62,12 @@ def test_every_row_is_in_its_slots_segment(slots: list[int | None]) -> None:
         found.update(dict.fromkeys(members, slot))
     assert found == {i: slot for i, slot in enumerate(slots) if slot is not None}
     assert len(set(segments.slots.tolist())) == len(segments.slots)
+
+
+def test_padding_adds_neither_rows_nor_slots() -> None:
+    grouped = rows_of((1, 0, 2), (3, 3, 4)).grouped().padded(6, 4)
+    assert grouped.order.tolist() == [0, 1, 3, 0, 0, 0]
+    assert grouped.starts.tolist() == [0, 2, 3, 3, 3]  # the rows at the end are in no segment, two segments are empty
+    assert grouped.slots.tolist() == [1, 3, 0, 0]
+    assert grouped.row_slots.tolist() == [1, 1, 3, 0, 0, 0]
+    assert (grouped.starts.dtype, grouped.slots.dtype) == (np.int32, np.int32)

@@ -1,0 +1,259 @@
+"""Decode steps as graphs. On a CPU a graph is the captured function, run again over the same memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from planned import Driver, Planned, random_adapter
+
+from mlserve.adapters.slots import AdapterSlots
+from mlserve.adapters.spec import Module
+from mlserve.config import ModelOptions
+from mlserve.model.base_weights import base_shape
+from mlserve.model.decoder import Decoder
+from mlserve.model.graphs import MAX_CONTEXT_TOKENS, GraphOptions, padded_sizes
+from mlserve.model.loader import load_model
+from mlserve.model.plan import SlotLoad, StepResult
+from mlserve.model.runner import ModelRunner
+
+ATTENTION = (Module.Q_PROJ, Module.K_PROJ, Module.V_PROJ, Module.O_PROJ)
+MLP = (Module.GATE_PROJ, Module.UP_PROJ, Module.DOWN_PROJ)
+ENDS = (Module.EMBED_TOKENS, Module.LM_HEAD)
+NUM_SLOTS, MAX_SEQS, BLOCK_SIZE = 3, 12, 4
+
+
+class Rerun:
+    """Records what is to be run, and how often it was."""
+
+    def __init__(self) -> None:
+        self.num_captures = self.num_replays = 0
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.num_captures += 1
+
+        def replay() -> None:
+            self.num_replays += 1
+            work()
+
+        return replay
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_model_dir: Path) -> Decoder:
+    return load_model(ModelOptions(str(tiny_model_dir), kernels="reference", device="cpu")).decoder
+
+
+class Twins:
+    """The same sequences on a runner with graphs and on one without; every step must agree."""
+
+    def __init__(self, decoder: Decoder, *, max_model_len: int = 64, num_blocks: int = 200) -> None:
+        self.recorder = Rerun()
+        self.base = base_shape(decoder.config)
+        options = GraphOptions(self.recorder, MAX_SEQS, max_model_len)
+        self.graphed, self.eager = (
+            Driver(
+                ModelRunner(
+                    decoder,
+                    num_blocks,
+                    BLOCK_SIZE,
+                    torch.float32,
+                    AdapterSlots(self.base, NUM_SLOTS, 4, torch.float32, decoder.device),
+                    graphs=graphs,
+                )
+            )
+            for graphs in (options, None)
+        )
+
+    def load(self, slot: int, seed: int, modules: Sequence[Module], *, rank: int = 4, dora: bool = False) -> None:
+        adapter = random_adapter(self.base, seed, rank=rank, modules=modules, dora=dora)
+        for driver in (self.graphed, self.eager):
+            driver.runner.adapters.write(slot, adapter)
+
+    def start(self, prompt: Sequence[int], **how: object) -> tuple[Planned, Planned]:
+        """A prefilled sequence in both worlds."""
+        pair = (Planned(list(prompt), **how), Planned(list(prompt), **how))
+        self.step([(pair, len(prompt))])
+        return pair
+
+    def step(self, chunks: Sequence[tuple[tuple[Planned, Planned], int]], loads: Sequence[SlotLoad] = ()) -> None:
+        results = [
+            driver.step([(pair[i], count) for pair, count in chunks], loads)
+            for i, driver in enumerate((self.graphed, self.eager))
+        ]
+        assert_same(*results)
+        both = [driver.runner.kv[1:] for driver in (self.graphed, self.eager)]
+        torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5, equal_nan=True)  # padding wrote to block 0 alone
+
+    def decode(self, pairs: Sequence[tuple[Planned, Planned]], times: int = 1) -> None:
+        for _ in range(times):
+            self.step([(pair, 1) for pair in pairs])
+
+    def end(self, pair: tuple[Planned, Planned]) -> None:
+        for driver, sequence in zip((self.graphed, self.eager), pair, strict=True):
+            driver.end(sequence)
+
+
+def assert_same(graphed: StepResult, eager: StepResult) -> None:
+    assert graphed.token_ids == eager.token_ids
+    for row, expected in eager.logprobs.items():
+        found = graphed.logprobs[row]
+        assert [token for token, _ in found.top] == [token for token, _ in expected.top]
+        values = [[logprob for _, logprob in each.top] for each in (found, expected)]
+        assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+
+def prompt_of(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def test_sizes() -> None:
+    assert padded_sizes(1) == [1]
+    assert padded_sizes(12) == [1, 2, 4, 8, 12]
+    assert padded_sizes(40) == [1, 2, 4, 8, 16, 24, 32, 40]
+    assert padded_sizes(256)[-3:] == [240, 248, 256]
+    assert padded_sizes(512)[-4:] == [320, 384, 448, 512]
+    assert len(padded_sizes(1024)) == 47
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_that_come_and_go(decoder: Decoder, seed: int) -> None:
+    """Batches of all sizes, adapters of unequal rank in all mixes, slots written anew, sequences of many lengths."""
+    rng, twins = random.Random(seed), Twins(decoder)
+    for slot in range(NUM_SLOTS):
+        twins.load(slot, slot, ATTENTION + MLP if slot else ATTENTION, rank=slot + 2)
+    running: list[tuple[Planned, Planned]] = []
+    for step in range(40):
+        for pair in list(running):
+            if rng.random() < 0.1 or len(pair[0].token_ids) > 50:
+                running.remove(pair)
+                twins.end(pair)
+        while len(running) < MAX_SEQS and rng.random() < 0.4:
+            slot = rng.choice([None, *range(NUM_SLOTS)])
+            prompt = prompt_of(rng, rng.randrange(1, 20))
+            running.append(twins.start(prompt, adapter_slot=slot, adapter_start=rng.choice([0, 0, 3, 30])))
+        if step % 13 == 12:
+            slot = rng.randrange(NUM_SLOTS)
+            if all(pair[0].adapter_slot != slot for pair in running):
+                twins.load(slot, 100 + step, ATTENTION, rank=rng.randrange(1, 5))
+        rng.shuffle(running)
+        if running:
+            twins.decode(running)
+    assert twins.recorder.num_replays >= 35
+    assert twins.recorder.num_captures <= 2 * len(padded_sizes(MAX_SEQS))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, MAX_SEQS])
+def test_a_step_is_padded_to_the_next_size(decoder: Decoder, count: int) -> None:
+    rng, twins = random.Random(count), Twins(decoder)
+    pairs = [twins.start(prompt_of(rng, 3 + i)) for i in range(count)]
+    before = twins.recorder.num_replays  # a prompt of one token decodes too
+    twins.decode(pairs, times=5)
+    assert (twins.recorder.num_captures, twins.recorder.num_replays - before) == (1, 5)
+
+
+def test_smaller_steps_after_larger_ones(decoder: Decoder) -> None:
+    """What a larger step left in the inputs, of adapters and of block tables, is of no effect."""
+    rng, twins = random.Random(5), Twins(decoder)
+    for slot in range(NUM_SLOTS):
+        twins.load(slot, slot, ATTENTION)
+    pairs = [twins.start(prompt_of(rng, 20), adapter_slot=i % NUM_SLOTS) for i in range(MAX_SEQS)]
+    twins.decode(pairs)
+    base = twins.start(prompt_of(rng, 2))
+    for count in (11, 9, 2, 1):
+        twins.decode([base, *pairs[:count]])
+        twins.decode([base])
+    twins.decode(pairs)
+
+
+def test_adapters_of_embedding_and_output_layer(decoder: Decoder) -> None:
+    rng, twins = random.Random(6), Twins(decoder)
+    twins.load(0, 1, ENDS)
+    twins.load(1, 2, (*ENDS, *MLP))
+    pairs = [twins.start(prompt_of(rng, 5), adapter_slot=slot) for slot in (1, None, 0, 1, None)]
+    twins.decode(pairs, times=4)
+    assert twins.recorder.num_replays == 4
+
+
+def test_memory_for_another_linear_makes_new_graphs(decoder: Decoder) -> None:
+    rng, twins = random.Random(8), Twins(decoder)
+    twins.load(0, 1, ATTENTION)
+    base, first = twins.start(prompt_of(rng, 5)), twins.start(prompt_of(rng, 5), adapter_slot=0)
+    twins.decode([base])
+    twins.decode([base, first], times=2)
+    assert twins.recorder.num_captures == 2  # without and with adapters
+    twins.load(1, 2, MLP)
+    second = twins.start(prompt_of(rng, 5), adapter_slot=1)
+    twins.decode([first, second], times=2)
+    assert twins.recorder.num_captures == 3
+    twins.decode([base])
+    assert twins.recorder.num_captures == 3  # that without adapters is kept
+    twins.decode([base, first, second])
+    assert twins.recorder.num_captures == 4
+    graphs = twins.graphed.runner._graphs
+    assert graphs is not None
+    assert sorted(size for size, _ in graphs._graphs) == [1, 2, 4]  # those of the first layout are gone
+
+
+def test_a_slot_that_is_loaded_by_the_step_itself(decoder: Decoder) -> None:
+    rng, twins = random.Random(9), Twins(decoder)
+    twins.load(0, 1, ATTENTION)
+    pair = twins.start(prompt_of(rng, 6), adapter_slot=0)
+    twins.decode([pair], times=2)
+    other = random_adapter(twins.base, 50, modules=ATTENTION)
+    twins.step([(pair, 1)], [SlotLoad(0, other)])
+    twins.decode([pair])
+    assert twins.recorder.num_captures == 1
+
+
+def test_sampled_rows_alone_get_tokens(decoder: Decoder) -> None:
+    """A prompt's last but one token, alone in a step: it decodes like the others, and has no logits."""
+    rng, twins = random.Random(10), Twins(decoder)
+    running = twins.start(prompt_of(rng, 6))
+    late = (Planned(prompt := prompt_of(rng, 8)), Planned(list(prompt)))
+    twins.step([(late, 6)])
+    before = twins.recorder.num_replays
+    twins.step([(late, 1)])
+    twins.step([(late, 1), (running, 1)])
+    assert twins.recorder.num_replays == before + 2
+    twins.decode([late, running])
+
+
+class ThreeAxes:
+    """Positions of tokens that stand at a frame, row and column."""
+
+    def chunk(self, start: int, end: int) -> torch.Tensor:
+        index = torch.arange(start, end)
+        return torch.stack([index, index // 2, index % 5]).numpy()
+
+
+def test_what_is_not_captured(decoder: Decoder) -> None:
+    rng, twins = random.Random(11), Twins(decoder, max_model_len=16)
+    twins.load(0, 1, ATTENTION, dora=True)
+    twins.load(1, 2, ATTENTION)
+    dora, plain = (twins.start(prompt_of(rng, 5), adapter_slot=slot) for slot in (0, 1))
+    new = (Planned(prompt := prompt_of(rng, 3)), Planned(list(prompt)))
+    asks = tuple(Planned(list(prompt), wants_prompt_logprobs=True) for _ in range(2))
+    many = [twins.start(prompt_of(rng, 2)) for _ in range(MAX_SEQS)]
+    long = twins.start(prompt_of(rng, 13))
+    twins.decode([dora, plain])
+    twins.step([(plain, 1), (new, 3)])
+    twins.decode([plain, *many])
+    twins.step([(asks, 1), (plain, 1)])
+    assert twins.recorder.num_captures == 0
+    twins.decode([long], times=3)
+    assert twins.recorder.num_captures == 1
+    twins.decode([long])  # beyond max_model_len, where its blocks exceed what the graph was captured with
+    assert twins.recorder.num_replays == 3
+    twins.decode([plain])
+    assert twins.recorder.num_replays == 4
+
+
+def test_long_contexts_have_a_bounded_block_table(decoder: Decoder) -> None:
+    twins = Twins(decoder, max_model_len=2**22)
+    graphs = twins.graphed.runner._graphs
+    assert graphs is not None
+    assert graphs._capacity(1) == graphs._capacity(8) == MAX_CONTEXT_TOKENS // BLOCK_SIZE
