@@ -50,10 +50,10 @@ async def outputs_of(serving: Serving, job: Job) -> AsyncGenerator[StreamOutput]
             recorder.saw(output)
             if output.error is not None:
                 raise StepError(output.error)
+            if output.completed is not None and serving.config.log_prompts:
+                _log(serving, output.completed)
             yield output
             if output.completed is not None:
-                if serving.config.log_prompts:
-                    _log(serving, output.completed)
                 return
 
 
