@@ -1,7 +1,7 @@
 /** The blocks as cells on a canvas. */
 
 const MIN_PITCH = 4; // CSS pixels from one cell to the next
-const MAX_PITCH = 20;
+const MAX_PITCH = 24;
 const DETAILED_PITCH = 8; // from here on there is room for outlines and signs
 const CACHED_ALPHA = 0.3;
 const MAX_CANVAS = 32_000; // device pixels that browsers draw, along each side

@@ -24,7 +24,7 @@ IN_WORDS = {
     9: "Block 9: free",
 }
 CORNERS = """canvas => {  // of each cell a point near its corner, where no sign is
-  const side = 20 * devicePixelRatio;
+  const side = 24;
   const context = canvas.getContext("2d");
   return Array.from({length: 12}, (_, i) => [...context.getImageData(side * i + 4, 4, 1, 1).data].join());
 }"""
@@ -72,7 +72,7 @@ def test_cells_are_told_by_their_colours(page: Page) -> None:
 def test_blocks_are_told_in_words_to_the_mouse_and_to_the_keyboard(page: Page) -> None:
     show_pool(page, POOL)
     blocks, tip = page.get_by_role("slider", name="Blocks"), page.locator("#tip")
-    blocks.hover(position={"x": 50, "y": 10})
+    blocks.hover(position={"x": 60, "y": 10})
     expect(tip).to_have_text(IN_WORDS[3])
     page.mouse.move(5, 5)
     expect(tip).to_be_hidden()
@@ -92,7 +92,7 @@ def test_blocks_are_told_in_words_to_the_mouse_and_to_the_keyboard(page: Page) -
 def test_a_block_that_comes_into_use_is_ringed_for_a_moment(page: Page) -> None:
     show_pool(page, POOL)
     edge = """canvas => {
-      const {data} = canvas.getContext("2d").getImageData(20 * 3 + 10, 2, 1, 1);
+      const {data} = canvas.getContext("2d").getImageData(24 * 3 + 12, 2, 1, 1);
       return [...data].join();
     }"""
     before = page.locator("#blocks").evaluate(edge)
