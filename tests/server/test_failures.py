@@ -24,10 +24,14 @@ SMALL: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "tem
 
 
 class Sluggish(ContextRunner):
-    """Takes 30 ms a step."""
+    """Takes so many seconds a step."""
+
+    def __init__(self, vocab_size: int, block_size: int, seconds: float) -> None:
+        super().__init__(vocab_size, block_size)
+        self.seconds = seconds
 
     def run(self, plan: StepPlan[SequenceT]) -> StepResult:
-        time.sleep(0.03)
+        time.sleep(self.seconds)
         return super().run(plan)
 
 
@@ -42,7 +46,7 @@ def server(tokenizer: Tokenizer) -> Iterator[Served]:
 def test_what_takes_too_long_is_ended(tokenizer: Tokenizer, chat: bool) -> None:
     path = "/v1/chat/completions" if chat else "/v1/completions"
     body = {"max_tokens": 400, **({"messages": HELLO} if chat else {"prompt": [PROMPT, "another"]})}
-    engine = make_engine(Sluggish(128, 4), tokenizer, num_blocks=512, vocab_size=tokenizer.vocab_size)
+    engine = make_engine(Sluggish(128, 4, 0.03), tokenizer, num_blocks=512, vocab_size=tokenizer.vocab_size)
     with served(engine, request_timeout=0.3) as server:
         started = time.monotonic()
         error = error_of(server.http().post(path, json=body), 504)
@@ -57,14 +61,9 @@ def test_what_takes_too_long_is_ended(tokenizer: Tokenizer, chat: bool) -> None:
 
 
 def test_who_waits_too_long_to_begin_is_told_with_a_status(tokenizer: Tokenizer) -> None:
-    engine = make_engine(Sluggish(128, 4), tokenizer, num_blocks=512, vocab_size=tokenizer.vocab_size, max_num_seqs=1)
-    with served(engine, request_timeout=0.3) as server:
-        first = server.http().send(
-            server.http().build_request("POST", "/v1/completions", json={**SMALL, "max_tokens": 400, "stream": True}),
-            stream=True,
-        )
+    engine = make_engine(Sluggish(128, 4, 0.5), tokenizer, num_blocks=512, vocab_size=tokenizer.vocab_size)
+    with served(engine, request_timeout=0.1) as server:
         error_of(server.http().post("/v1/completions", json={**SMALL, "stream": True}), 504)
-        first.read()
         server.wait_until_idle()
 
 
