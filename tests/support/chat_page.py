@@ -26,7 +26,7 @@ class SlowRunner(ContextRunner):
     """Slow enough to be stopped."""
 
     def run(self, plan: StepPlan[SequenceT]) -> StepResult:
-        time.sleep(0.005)
+        time.sleep(0.01)
         return super().run(plan)
 
 
