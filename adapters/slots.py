@@ -23,7 +23,7 @@ from mlserve.adapters.spec import BaseShape, Module, Site
 from mlserve.errors import AdapterLimitError
 from mlserve.kernels import LoraSlots
 
-__all__ = ["AdapterSlots", "Projection", "RowScales"]
+__all__ = ["AdapterSlots", "Projection", "RowScales", "slots_bytes"]
 
 
 class Projection(Enum):
@@ -78,6 +78,12 @@ class _StackShape:
         """Of A and B."""
         per_rank = self.num_slices * self.width + self.out_starts[-1]
         return self.num_slots * self.num_layers * self.max_rank * per_rank
+
+
+def slots_bytes(base: BaseShape, num_slots: int, max_rank: int, dtype: torch.dtype) -> int:
+    """Device memory that slots will take once adapters have changed every linear, embedding and output layer too."""
+    shapes = (_StackShape.of(projection, base, num_slots, max_rank) for projection in Projection)
+    return sum(shape.num_elements for shape in shapes) * dtype.itemsize
 
 
 class _Stack:
@@ -195,12 +201,6 @@ class AdapterSlots:
     def num_bytes(self) -> int:
         """Device memory that was taken so far."""
         return sum(stack.a.nbytes + stack.b.nbytes for stack in self._stacks.values())
-
-    @property
-    def max_bytes(self) -> int:
-        """Device memory that will be taken once adapters have changed every linear, embedding and output layer too."""
-        shapes = (_StackShape.of(projection, self.base, self.num_slots, self.max_rank) for projection in Projection)
-        return sum(shape.num_elements for shape in shapes) * self.dtype.itemsize
 
     def _stack(self, projection: Projection) -> _Stack:
         stack = self._stacks.get(projection)

@@ -61,6 +61,9 @@ class AdapterSegments:
     """Which rows of a step each adapter slot acts on. Rows in no segment are the base model's, and cost nothing.
 
     Segment g gives slot slots[g] to the rows order[starts[g] : starts[g + 1]]. No row is in two, no slot has two.
+
+    A captured graph has room for a fixed number of rows and segments. What a step doesn't need of it are empty segments
+    (equal starts, any slot) and the end of `order` after starts[G], which is never read; the CPU operations refuse it.
     """
 
     order: Tensor  # [N] int64: rows of the step, ascending within a segment
@@ -78,7 +81,7 @@ class LoraSlots:
 
     a: Tensor  # [slots, K, R, in], usually a strided view of all layers; rows are dense
     b: Tensor  # [slots, R, out], scaling included; slice k uses columns [out_starts[k], out_starts[k + 1])
-    ranks: Tensor  # [slots, K] int32 on the CPU, 0 to R; 0: the slot leaves that slice alone
+    ranks: Tensor  # [slots, K] int32 on the matrices' device, 0 to R; 0: the slot leaves that slice alone
     out_starts: tuple[int, ...]  # K + 1, from 0 to out
 
 
@@ -127,6 +130,15 @@ class Ops(Protocol):
     def kv_write(self, k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
         """Store `k, v: [T, Hk, D]` (may be strided views) into one layer's `kv: [blocks, 2, block_size, Hk, D]` (a
         strided view of the pool) at `slot_mapping`, in kv's dtype."""
+        ...
+
+    def rope_kv_write(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """`rope_(q, k, ...)` and `kv_write(k, v, ...)` together: q is rotated in place, and the cache holds k rotated.
+
+        What k itself holds afterwards is left open.
+        """
         ...
 
     def paged_attention(

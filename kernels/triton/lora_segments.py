@@ -18,16 +18,7 @@ from torch import Tensor
 
 from mlserve.kernels import AdapterSegments, LoraSlots
 
-__all__ = [
-    "MAX_SINGLE_ROWS",
-    "MAX_SMALL_ROWS",
-    "check",
-    "find_row",
-    "find_tile",
-    "max_tiles",
-    "meta_batch",
-    "search_width",
-]
+__all__ = ["Form", "check", "find_row", "find_tile", "max_tiles", "meta_batch", "search_width"]
 
 MAX_SINGLE_ROWS = 32
 MAX_SMALL_ROWS = 1024

@@ -66,9 +66,7 @@ def _tile(form: Form, max_rank: int, dtype: torch.dtype) -> _Tile:
     if form is Form.ROW:
         return _Tile(rows=1, ranks=2, width=2048, split_width=4096, num_warps=4, num_stages=1)
     ranks = 16 if max_rank <= 16 else 64
-    if (
-        dtype == torch.float32
-    ):  # no tensor cores: all of a dot's operands are in registers. 64 rows would spill on sm_80
+    if dtype == torch.float32:  # no tensor cores: a dot's operands are in registers, and 64 rows of them spill on sm_80
         rows = 16 if form is Form.SMALL else 32
         return _Tile(rows=rows, ranks=ranks, width=32, split_width=1024, num_warps=4, num_stages=2)
     if form is Form.SMALL:

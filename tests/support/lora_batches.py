@@ -70,5 +70,5 @@ def lora_slots(
 def within_ranks(shrunk: Tensor, lora: LoraSlots, segments: AdapterSegments) -> Tensor:
     """`shrunk: [N, K, R]` with zeros in place of what is undefined."""
     slots = segments.slots.long().repeat_interleave(segments.starts.diff().long())
-    used = torch.arange(shrunk.shape[2]) < lora.ranks[slots][:, :, None]
+    used = torch.arange(shrunk.shape[2], device=shrunk.device) < lora.ranks[slots][:, :, None]
     return torch.where(used, shrunk, 0.0)
