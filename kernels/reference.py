@@ -82,6 +82,13 @@ class ReferenceOps:
         kv[block, 0, offset] = k.to(kv.dtype)
         kv[block, 1, offset] = v.to(kv.dtype)
 
+    def rope_kv_write(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """`rope_`, then `kv_write`."""
+        self.rope_(q, k, cos, sin)
+        self.kv_write(k, v, kv, slot_mapping)
+
     def paged_attention(
         self,
         q: Tensor,

@@ -76,7 +76,7 @@ class CacheConfig:
     block_hash: str | BlockHash = _option("xxh3_128", "hash that names blocks: xxh3_128 or sha256")
     num_blocks: int | None = _option(None, "blocks in the pool; default: as many as kv_memory holds")
     kv_memory: float | None = _option(
-        None, "GiB for the KV pool if num_blocks isn't given; default: 1, or on a GPU 85 % of what is free"
+        None, "GiB for the KV pool if num_blocks isn't given; default: 1, or on a GPU what it has to spare"
     )
 
     def __post_init__(self) -> None:
@@ -166,7 +166,10 @@ class ModelOptions:
     dtype: DType = _option(DType.FLOAT32, "how weights are stored: float32, bfloat16 or float16")
     device: str = _option("auto", "auto, cpu or cuda")
     max_model_len: int | None = _option(None, "longest prompt plus output; default: what the model was made for")
-    kernels: str = _option("auto", "auto, cpu (native) or reference (plain torch)")
+    kernels: str = _option("auto", "auto, cpu (native), triton (CUDA) or reference (plain torch)")
+    cuda_graphs: bool = _option(
+        True, "on a GPU, decode by replaying captured graphs; there are none on a CPU or with kernels reference"
+    )
 
     def __post_init__(self) -> None:
         _coerce(self, "dtype", DType)

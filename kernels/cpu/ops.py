@@ -52,6 +52,12 @@ class CpuOps:
     def kv_write(self, k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
         self._native.kv_write(k, v, kv, slot_mapping)
 
+    def rope_kv_write(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slot_mapping: Tensor
+    ) -> None:
+        self.rope_(q, k, cos, sin)
+        self.kv_write(k, v, kv, slot_mapping)
+
     def paged_attention(
         self,
         q: Tensor,

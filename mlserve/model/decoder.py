@@ -79,8 +79,7 @@ class Decoder:
             q, k, v = qkv.view(len(qkv), -1, config.head_dim).split_with_sizes(heads, 1)  # views: [T, heads, D]
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = ops.rms_norm(q, layer.q_norm, eps), ops.rms_norm(k, layer.k_norm, eps)
-            ops.rope_(q, k, *rotations[kind.rope])
-            ops.kv_write(k, v, layer_kv, paged.slot_mapping)
+            ops.rope_kv_write(q, k, v, *rotations[kind.rope], layer_kv, paged.slot_mapping)
             if i == last and len(rows) == 0:
                 return residual[:0]
             x = ops.paged_attention(

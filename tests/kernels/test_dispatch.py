@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from mlserve.errors import ConfigError, KernelBuildError
 from mlserve.kernels.dispatch import select
@@ -20,7 +22,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         (CPU, "auto", "cpu"),
         (CPU, "cpu", "cpu"),
         (CPU, "reference", "reference"),
-        (CUDA, "auto", "reference"),
+        (CUDA, "auto", "triton"),
+        (CUDA, "triton", "triton"),
         (CUDA, "reference", "reference"),
     ],
 )
@@ -29,13 +32,26 @@ def test_select(device: torch.device, kernels: str, name: str) -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="kernels is 'fast': use one of auto, cpu, reference"):
+    with pytest.raises(ConfigError, match="kernels is 'fast': use one of auto, cpu, triton, reference"):
         select(CPU, "fast")
 
 
 def test_cpu_kernels_need_a_cpu() -> None:
     with pytest.raises(ConfigError, match="kernels is 'cpu' and the device cuda"):
         select(CUDA, "cpu")
+
+
+def test_triton_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(ConfigError, match="kernels is 'triton' and the device cpu"):
+        select(CPU, "triton")
+
+
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
+def test_a_gpu_needs_triton(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="need the package triton: install it, or use kernels='reference'"):
+        select(CUDA, kernels)
 
 
 @pytest.fixture
