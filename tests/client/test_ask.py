@@ -86,24 +86,32 @@ def test_async_ask_and_stream(server: Served, client: Client) -> None:
     assert_same(streamed, whole)
 
 
+def steps(server: Served) -> int:
+    """How many the model has run. An answer of 400 tokens takes as many."""
+    return len(server.engine.runner.steps)
+
+
 def test_closing_a_stream_frees_what_it_held(server: Served, client: Client) -> None:
+    before = steps(server)
     with client.stream("hello", max_tokens=400) as stream:
         first = next(iter(stream))
     assert stream.answer.text == first
     assert stream.answer.finish_reason == ""
     server.wait_until_idle()
+    assert steps(server) - before < 300
 
 
 def test_closing_an_async_stream_frees_what_it_held(server: Served) -> None:
-    async def main() -> tuple[str, Answer]:
-        async with new_async(server) as client, await client.stream("hello", max_tokens=400) as stream:
-            async for text in stream:
-                return text, stream.answer
-        raise AssertionError("no text came")
+    async def main() -> None:
+        async with new_async(server) as client:
+            async with await client.stream("hello", max_tokens=400) as stream:
+                first = await anext(aiter(stream))
+            assert stream.answer.text == first
+            await asyncio.to_thread(server.wait_until_idle)  # while the client is still there
 
-    first, answer = asyncio.run(main())
-    assert answer.text == first
-    server.wait_until_idle()
+    before = steps(server)
+    asyncio.run(main())
+    assert steps(server) - before < 300
 
 
 def test_an_answer_that_was_not_read(server: Served, client: Client) -> None:

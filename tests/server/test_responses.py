@@ -427,18 +427,27 @@ def test_an_error_before_the_first_event_has_a_status(server: Served) -> None:
 
 
 def test_a_client_that_leaves_frees_everything(server: Served) -> None:
-    stream = server.client().responses.create(input="hello", max_output_tokens=400, stream=True, **GREEDY)
-    for event in stream:
-        if event.type == "response.output_text.delta":
-            break
-    stream.close()
-    server.wait_until_idle()
-    with server.client().responses.stream(input="hello", max_output_tokens=400, **GREEDY) as helped:
-        next(iter(helped))
-    server.wait_until_idle()
-    with pytest.raises(openai.APITimeoutError):
-        server.client(timeout=0.1).responses.create(input="hello", max_output_tokens=400, **GREEDY)
-    server.wait_until_idle()
+    """An answer of 400 tokens would take as many steps."""
+    wanted: dict[str, Any] = {"input": "hello", "max_output_tokens": 400, **GREEDY}
+
+    def leave_a_stream() -> None:
+        stream = server.client().responses.create(stream=True, **wanted)
+        next(event for event in stream if event.type == "response.output_text.delta")
+        stream.close()
+
+    def leave_a_helper() -> None:
+        with server.client().responses.stream(**wanted) as stream:
+            next(iter(stream))
+
+    def leave_a_whole_answer() -> None:
+        with pytest.raises(openai.APITimeoutError):
+            server.client(timeout=0.1).responses.create(**wanted)
+
+    for leave in (leave_a_stream, leave_a_helper, leave_a_whole_answer):
+        before = len(server.engine.runner.steps)
+        leave()
+        server.wait_until_idle()
+        assert len(server.engine.runner.steps) - before < 300, leave
 
 
 @pytest.mark.parametrize(
