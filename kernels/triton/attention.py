@@ -11,9 +11,10 @@ from mlserve.kernels import PagedBatch, kv_pool
 from mlserve.kernels.triton.attention_decode import decode_launches
 from mlserve.kernels.triton.attention_prefill import prefill_launch
 from mlserve.kernels.triton.configs import KernelConfig
+from mlserve.kernels.triton.devices import AMPERE, HOPPER, compute_capability
 from mlserve.kernels.triton.kv_cache import check_cache_type
 
-__all__ = ["configs", "paged_attention"]
+__all__ = ["configs", "hopper_configs", "paged_attention"]
 
 
 def paged_attention(
@@ -40,29 +41,45 @@ def paged_attention(
         for launch in decode_launches(*arguments):
             launch.run()
     if batch.num_decodes != len(batch.context_lens):
-        prefill_launch(*arguments).run()
+        prefill_launch(*arguments, compute_capability(q.device)).run()
     return out.flatten(1)
 
 
 def configs() -> Iterator[KernelConfig]:
     """Llama's form (a group of 4) at all head sizes and types, and Gemma's: a window, a soft cap, images in sight."""
-    for head_dim in (64, 80, 96, 128, 256):
-        yield from _forms(f"D{head_dim}-bf16", torch.bfloat16, head_dim)
-    yield from _forms("D128-fp16", torch.float16, 128)
-    yield from _forms("D64-fp32", torch.float32, 64)
-    yield from _forms("D128-fp32", torch.float32, 128)
-    yield from _forms("D256-bf16-gemma", torch.bfloat16, 256, window=4096, soft_cap=50.0, sees_ahead=True)
+    forms = {f"D{head_dim}-bf16": _meta_arguments(torch.bfloat16, head_dim) for head_dim in (64, 80, 96, 128, 256)}
+    forms["D128-fp16"] = _meta_arguments(torch.float16, 128)
+    forms["D64-fp32"] = _meta_arguments(torch.float32, 64)
+    forms["D128-fp32"] = _meta_arguments(torch.float32, 128)
+    forms["D256-bf16-gemma"] = _meta_arguments(torch.bfloat16, 256, window=4096, soft_cap=50.0, sees_ahead=True)
+    for name, arguments in forms.items():
+        decode, merge = decode_launches(*arguments)
+        yield decode.config(f"decode-{name}")
+        yield merge.config(f"merge-{name}")
+        yield prefill_launch(*arguments, AMPERE).config(f"prefill-{name}")
 
 
-def _forms(
-    name: str,
+def hopper_configs() -> Iterator[KernelConfig]:
+    """What only Hopper and later GPUs run: wider tiles of prompts, and float8 caches (from 8.9 on)."""
+    for head_dim in (80, 96, 128):
+        arguments = _meta_arguments(torch.bfloat16, head_dim)
+        yield prefill_launch(*arguments, HOPPER).config(f"prefill-D{head_dim}-bf16")
+    yield prefill_launch(*_meta_arguments(torch.float16, 128), HOPPER).config("prefill-D128-fp16")
+    float8 = _meta_arguments(torch.bfloat16, 128, kv_dtype=torch.float8_e4m3fn)
+    yield prefill_launch(*float8, HOPPER).config("prefill-D128-fp8")
+    yield decode_launches(*float8)[0].config("decode-D128-fp8")
+
+
+def _meta_arguments(
     dtype: torch.dtype,
     head_dim: int,
+    *,
     kv_dtype: torch.dtype | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
     sees_ahead: bool = False,
-) -> Iterator[KernelConfig]:
+) -> tuple[Tensor, Tensor, PagedBatch, Tensor, float, int | None, float | None]:
+    """Arguments of the launchers, without contents."""
     meta = torch.device("meta")
 
     def indices(count: int) -> Tensor:
@@ -78,8 +95,4 @@ def _forms(
         block_starts=indices(33),
         visible_ends=indices(64) if sees_ahead else None,
     )
-    arguments = (q, kv, batch, torch.empty_like(q), 0.125, window, soft_cap)
-    decode, merge = decode_launches(*arguments)
-    yield decode.config(f"decode-{name}")
-    yield merge.config(f"merge-{name}")
-    yield prefill_launch(*arguments).config(f"prefill-{name}")
+    return q, kv, batch, torch.empty_like(q), head_dim**-0.5, window, soft_cap

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mlserve.kernels import PagedBatch
 from mlserve.kernels.triton.configs import Launch
+from mlserve.kernels.triton.devices import HOPPER, Capability
 from mlserve.kernels.triton.paging import (
     KeyHead,
     attend_keys,
@@ -35,28 +36,36 @@ class PrefillTile:
     num_stages: int
 
 
-def prefill_tile(head_dim: int, dtype: torch.dtype) -> PrefillTile:
-    """The tile for a head size and a type of queries; tests/kernels/triton keeps the compiler's figures of each."""
+def prefill_tile(head_dim: int, dtype: torch.dtype, capability: Capability) -> PrefillTile:
+    """The largest tile whose registers suffice: tests/kernels/triton/resources has the compiler's figures."""
     if dtype == torch.float32:  # no tensor cores: operands pass through registers
         if head_dim <= 64:
             return PrefillTile(block_m=32, block_n=32, num_warps=4, num_stages=1)
         return PrefillTile(block_m=32, block_n=16, num_warps=8, num_stages=1)
-    if head_dim <= 64:
+    if head_dim > 128:
+        return PrefillTile(block_m=64, block_n=32, num_warps=8, num_stages=2)
+    if head_dim <= 64 or capability >= HOPPER:
         return PrefillTile(block_m=128, block_n=64, num_warps=8, num_stages=2)
-    if head_dim <= 128:
-        return PrefillTile(block_m=64, block_n=64, num_warps=4, num_stages=2)
-    return PrefillTile(block_m=64, block_n=32, num_warps=8, num_stages=2)
+    # Before Hopper queries stay in registers, and 128 rows would spill. Two of these run at once on a multiprocessor.
+    return PrefillTile(block_m=64, block_n=64, num_warps=4, num_stages=2)
 
 
 def prefill_launch(
-    q: Tensor, kv: Tensor, batch: PagedBatch, out: Tensor, scale: float, window: int | None, soft_cap: float | None
+    q: Tensor,
+    kv: Tensor,
+    batch: PagedBatch,
+    out: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    capability: Capability,
 ) -> Launch:
     """Fills the rows of `out: [T, Hq, D]` that belong to sequences with more than one query."""
     num_tokens, num_heads, head_dim = q.shape
     block_size, num_kv_heads = kv.shape[2:4]
     group = num_heads // num_kv_heads
     num_sequences = len(batch.context_lens)
-    tile = prefill_tile(head_dim, q.dtype)
+    tile = prefill_tile(head_dim, q.dtype, capability)
     block_m = max(tile.block_m, triton.next_power_of_2(group))
     return Launch(
         _prefill_kernel,

@@ -12,11 +12,12 @@ from torch import Tensor
 from mlserve.errors import ConfigError
 from mlserve.kernels import kv_pool
 from mlserve.kernels.triton.configs import KernelConfig, Launch
+from mlserve.kernels.triton.devices import Capability, compute_capability
 
 __all__ = ["cache_strides", "check_cache_type", "configs", "kv_write", "slot_offset", "to_storage"]
 
 PROGRAM_ELEMENTS = 2048  # of keys, and as many of values, that one program copies: 16 a thread
-FLOAT8_CAPABILITY = (8, 9)  # from which GPUs, and so Triton, convert e4m3fn
+FLOAT8_CAPABILITY: Capability = (8, 9)  # from which GPUs, and so Triton, convert e4m3fn
 FLOAT8_MAX = tl.constexpr(448.0)  # of e4m3fn, which has no infinity
 
 
@@ -28,9 +29,9 @@ def kv_write(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
 
 def check_cache_type(kv: Tensor) -> None:
     """Raises ConfigError if the GPU can't convert what the cache is stored in."""
-    if kv.dtype != torch.float8_e4m3fn or kv.device.type == "cpu":
+    if kv.dtype != torch.float8_e4m3fn:
         return
-    major, minor = torch.cuda.get_device_capability(kv.device)
+    major, minor = compute_capability(kv.device)
     if (major, minor) < FLOAT8_CAPABILITY:
         raise ConfigError(
             f"the KV cache is float8_e4m3fn and the GPU has compute capability {major}.{minor}, the least that "

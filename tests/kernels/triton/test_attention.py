@@ -1,5 +1,6 @@
 """Paged attention in Triton against the reference. Whatever it must not read is NaN: slots after a context, blocks that
-no window reaches, and scratch memory. The interpreter is slow: shapes are small here, and real where a GPU is needed."""
+no window reaches, and scratch memory. Shapes are small for the interpreter's sake; test_attention_gpu has real ones.
+"""
 
 from __future__ import annotations
 
