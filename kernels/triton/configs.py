@@ -99,8 +99,8 @@ def _type_of(
             aligned.append(path)
             return _POINTERS[value.dtype]
         case tuple():
-            members = enumerate(value)
-            return tuple(_type_of(member, (*path, i), specialize, constants, aligned) for i, member in members)
+            members = enumerate(value)  # specialized whatever do_not_specialize says (Triton 3.8)
+            return tuple(_type_of(member, (*path, i), True, constants, aligned) for i, member in members)
         case bool():
             return "u1"
         case float():

@@ -117,7 +117,7 @@ def _find_columns(tile, out_starts, tile_starts, NUM_SLICES: tl.constexpr, BLOCK
     return k, start + (tile - first_tile) * BLOCK_N, end
 
 
-@triton.jit(do_not_specialize=["out_starts", "tile_starts", "num_segments", "max_rank"])
+@triton.jit(do_not_specialize=["num_segments", "max_rank"])
 def _expand_row(
     shrunk,  # [N, K, R] float32
     b,  # [slots, R, out]
@@ -164,7 +164,7 @@ def _expand_row(
     tl.store(y, (tl.load(y, mask=within, other=0.0).to(tl.float32) + total).to(y.dtype.element_ty), mask=within)
 
 
-@triton.jit(do_not_specialize=["out_starts", "tile_starts", "num_segments", "max_rank"])
+@triton.jit(do_not_specialize=["num_segments", "max_rank"])
 def _expand_tile(
     shrunk,  # [N, K, R] float32
     b,  # [slots, R, out]

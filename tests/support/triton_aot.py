@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -91,10 +92,11 @@ def compile_all(names: Sequence[str], targets: Sequence[int], jobs: int) -> dict
         assert len(configs) == len(set(configs)), f"{module}: two configurations have one name"
         tasks += [(module, i, name, target) for i, name in enumerate(configs) for target in targets]
     usages: dict[str, dict[str, dict[str, Usage]]] = {module: {} for module in names}
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(_usage, module, i, target) for module, i, _, target in tasks]
-        for (module, _, name, target), future in zip(tasks, futures, strict=True):
-            usages[module].setdefault(name, {})[f"sm_{target}"] = future.result()
+    modules_, indices, _, targets_ = zip(*tasks, strict=True)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) if jobs > 1 else nullcontext() as pool:
+        results = (pool.map if pool else map)(_usage, modules_, indices, targets_)
+        for (module, _, name, target), usage in zip(tasks, results, strict=True):
+            usages[module].setdefault(name, {})[f"sm_{target}"] = usage
     return usages
 
 
