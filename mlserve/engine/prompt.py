@@ -144,8 +144,8 @@ def _checked_content(content: object, name: str, takes_images: bool) -> str | li
 class _Literals:
     """Literals of special tokens, taken out of what users typed."""
 
-    # A capitulum, which hardly anybody writes; if someone does, it is treated as a literal too. It is printable, because
-    # templates that write values with Python's repr would escape it otherwise.
+    # A capitulum, which hardly anybody writes; if someone does, it is treated as a literal too. It is printable: else
+    # templates that write values with Python's repr would escape it.
     MARK = "\u2e3f"
     MARKED = re.compile(f"{MARK}([0-9]+){MARK}")
 
