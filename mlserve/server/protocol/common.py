@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 from mlserve.errors import SamplingParamsError
 from mlserve.request import MAX_STRINGS, RequestMetrics
 
-__all__ = ["MAX_IDS", "Body", "SamplingBody", "StreamOptions", "error_responses", "usage_of"]
+__all__ = ["MAX_IDS", "PLAIN_TEXT", "Body", "SamplingBody", "StreamOptions", "answers", "error_responses", "usage_of"]
 
 MAX_FIELDS = 256  # of a body
 MAX_LIST = 1024
@@ -136,5 +136,14 @@ Status = Literal[400, 401, 403, 404, 409, 413, 429, 500, 503, 504]
 
 
 def error_responses(*statuses: Status) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI document: errors that a route may answer with."""
-    return {status: {"model": ErrorBody} for status in (400, 401, 413, *statuses)}
+    """For the OpenAPI document: errors that a route may answer with. All others below 500 look the same."""
+    return {status: {"model": ErrorBody} for status in (400, 401, 413, *statuses, "4XX")}
+
+
+PLAIN_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+
+def answers() -> dict[int | str, dict[str, Any]]:
+    """For the OpenAPI document: responses of what a model answers, in one piece or as a stream."""
+    stream = {"schema": {"type": "string"}}
+    return {200: {"content": {"text/event-stream": stream}}, **error_responses(404, 429, 500, 503, 504)}

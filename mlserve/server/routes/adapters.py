@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import PlainTextResponse, Response
 from pydantic import Field
 
 from mlserve.adapters.registry import AdapterInfo
 from mlserve.errors import AdapterNotFoundError
 from mlserve.server.errors import ApiError
-from mlserve.server.protocol.common import Body, error_responses
+from mlserve.server.protocol.common import PLAIN_TEXT, Body, error_responses
 from mlserve.server.serving import AdminDep, Serving, ServingDep
 
 __all__ = ["router"]
@@ -71,14 +71,14 @@ async def unload_adapter(name: str, serving: ServingDep, _: AdminDep) -> dict[st
     return {"name": name, "deleted": True}
 
 
-@router.post("/load_lora_adapter")
+@router.post("/load_lora_adapter", response_class=Response, responses=PLAIN_TEXT)
 async def load_lora_adapter(body: LoadBody, serving: ServingDep, _: AdminDep) -> PlainTextResponse:
     """The same in vLLM's form."""
     await _load(serving, body.lora_name, body.lora_path, pinned=False)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/unload_lora_adapter")
+@router.post("/unload_lora_adapter", response_class=Response, responses=PLAIN_TEXT)
 async def unload_lora_adapter(body: UnloadBody, serving: ServingDep, _: AdminDep) -> PlainTextResponse:
     """The same in vLLM's form."""
     await _unload(serving, body.lora_name)

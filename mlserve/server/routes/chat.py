@@ -13,7 +13,7 @@ from mlserve.server.chat_answer import ChatAnswer
 from mlserve.server.chat_request import read_chat
 from mlserve.server.generation import complete, opened, outputs_of, while_connected
 from mlserve.server.protocol.chat import ChatBody
-from mlserve.server.protocol.common import error_responses
+from mlserve.server.protocol.common import answers
 from mlserve.server.serving import PrincipalDep, RequestIdDep, ServingDep
 from mlserve.server.sse import EventStream
 
@@ -22,7 +22,7 @@ __all__ = ["router"]
 router = APIRouter(prefix="/v1", tags=["chat"])
 
 
-@router.post("/chat/completions", responses=error_responses(404, 429, 500, 503, 504))
+@router.post("/chat/completions", responses=answers())
 async def create_chat_completion(
     request: Request, body: ChatBody, serving: ServingDep, principal: PrincipalDep, request_id: RequestIdDep
 ) -> Response:

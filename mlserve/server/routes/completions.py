@@ -18,7 +18,7 @@ from mlserve.server.auth import Principal
 from mlserve.server.completion_answer import CompletionAnswer
 from mlserve.server.generation import Job, complete, opened, outputs_of, while_connected
 from mlserve.server.merging import merge
-from mlserve.server.protocol.common import error_responses
+from mlserve.server.protocol.common import answers
 from mlserve.server.protocol.completions import CompletionBody
 from mlserve.server.serving import PrincipalDep, RequestIdDep, Serving, ServingDep
 from mlserve.server.sse import EventStream
@@ -28,7 +28,7 @@ __all__ = ["router"]
 router = APIRouter(prefix="/v1", tags=["completions"])
 
 
-@router.post("/completions", responses=error_responses(404, 429, 500, 503, 504))
+@router.post("/completions", responses=answers())
 async def create_completion(
     request: Request, body: CompletionBody, serving: ServingDep, principal: PrincipalDep, request_id: RequestIdDep
 ) -> Response:

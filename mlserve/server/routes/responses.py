@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 
 from mlserve.server.chat_request import Chat, read_chat
 from mlserve.server.generation import complete, opened, outputs_of, while_connected
-from mlserve.server.protocol.common import error_responses
+from mlserve.server.protocol.common import answers
 from mlserve.server.protocol.responses import ResponsesBody
 from mlserve.server.responses_answer import ResponsesAnswer, ResponseStream
 from mlserve.server.serving import PrincipalDep, RequestIdDep, ServingDep
@@ -22,7 +22,7 @@ __all__ = ["router"]
 router = APIRouter(prefix="/v1", tags=["responses"])
 
 
-@router.post("/responses", responses=error_responses(404, 429, 500, 503, 504))
+@router.post("/responses", responses=answers())
 async def create_response(
     request: Request, body: ResponsesBody, serving: ServingDep, principal: PrincipalDep, request_id: RequestIdDep
 ) -> Response:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_PLAIN_1_0_0
 
 from mlserve import __version__
 from mlserve.engine.engine import Engine
 from mlserve.engine.stats import EngineStats
-from mlserve.server.protocol.common import error_responses
+from mlserve.server.errors import ApiError
+from mlserve.server.protocol.common import PLAIN_TEXT, error_responses
 from mlserve.server.serving import ServingDep
 
 __all__ = ["engine_stats", "router"]
@@ -26,11 +27,11 @@ async def health() -> dict[str, str]:
 
 
 @router.get("/ready", responses=error_responses(503))
-async def ready(serving: ServingDep) -> Response:
+async def ready(serving: ServingDep) -> dict[str, str]:
     """Requests are served: 503 if the engine has ended."""
-    if serving.engine.is_running:
-        return JSONResponse({"status": "ready"})
-    return JSONResponse({"status": "the engine has ended"}, 503)
+    if not serving.engine.is_running:
+        raise ApiError(503, "the engine has ended: start the server anew", kind="server_error")
+    return {"status": "ready"}
 
 
 @router.get("/version")
@@ -39,7 +40,7 @@ async def version() -> dict[str, str]:
     return {"version": __version__}
 
 
-@router.get("/metrics", responses=error_responses(503))
+@router.get("/metrics", response_class=Response, responses=error_responses(503) | PLAIN_TEXT)
 async def metrics(serving: ServingDep) -> Response:
     """For Prometheus."""
     return Response(
