@@ -13,15 +13,15 @@ from mlserve.kernels.triton.configs import Argument, KernelConfig, Launch
 
 __all__ = ["add_rms_norm", "configs", "rms_norm"]
 
-MAX_WIDTH = 32768  # a program holds whole rows in registers: 64 elements a thread at this width
+MAX_WIDTH = 16384  # a program holds whole rows in registers: twice as much would spill them
 PROGRAM_ELEMENTS = 2048  # of short rows, that one program takes together
-THREAD_ELEMENTS = 16
+THREAD_ELEMENTS = 16  # as far as there are warps: 32 from 8192 elements on
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `mlserve.kernels.Ops.rms_norm`. Up to three dimensions are read in place, whatever their strides.
 
-    Raises ValueError for rows of more than 32,768 elements, or not dense along the last dimension.
+    Raises ValueError for rows of more than 16,384 elements, or not dense along the last dimension.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _norm_launch(x, weight, out, eps).run()
@@ -138,13 +138,23 @@ def _add_norm_kernel(
 
 def configs() -> Iterator[KernelConfig]:
     """Hidden sizes from 2,048 to the widest; q of 32 heads within a fused qkv matrix."""
-    meta = torch.device("meta")
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
-        for width in (2048, 4096, 5120, 8192, 16384, MAX_WIDTH):
-            x, weight = torch.empty(64, width, dtype=dtype, device=meta), torch.empty(width, device=meta)
-            yield _norm_launch(x, weight, x, 1e-5).config(f"rms_norm-N{width}-{name}")
-            yield _add_norm_launch(x, x, weight, x, 1e-5).config(f"add_rms_norm-N{width}-{name}")
-        for head_dim in (80, 128, 256):
-            q = torch.empty(64, 48, head_dim, dtype=dtype, device=meta)[:, :32]
-            weight = torch.empty(head_dim, device=meta)
-            yield _norm_launch(q, weight, torch.empty_like(q), 1e-6).config(f"rms_norm-D{head_dim}-{name}")
+    for width in (2048, 4096, 5120, 8192, MAX_WIDTH):
+        yield from _row_forms(width, torch.bfloat16, "bf16")
+    for head_dim in (80, 128, 256):
+        yield _head_form(head_dim, torch.bfloat16, "bf16")
+    for dtype, name in ((torch.float16, "fp16"), (torch.float32, "fp32")):
+        for width in (4096, MAX_WIDTH):
+            yield from _row_forms(width, dtype, name)
+        yield _head_form(128, dtype, name)
+
+
+def _row_forms(width: int, dtype: torch.dtype, name: str) -> Iterator[KernelConfig]:
+    x, weight = torch.empty(64, width, dtype=dtype, device="meta"), torch.empty(width, device="meta")
+    yield _norm_launch(x, weight, x, 1e-5).config(f"rms_norm-N{width}-{name}")
+    yield _add_norm_launch(x, x, weight, x, 1e-5).config(f"add_rms_norm-N{width}-{name}")
+
+
+def _head_form(head_dim: int, dtype: torch.dtype, name: str) -> KernelConfig:
+    q = torch.empty(64, 48, head_dim, dtype=dtype, device="meta")[:, :32]
+    weight = torch.empty(head_dim, device="meta")
+    return _norm_launch(q, weight, torch.empty_like(q), 1e-6).config(f"rms_norm-D{head_dim}-{name}")

@@ -23,7 +23,7 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "shape", [(0, 64), (1, 1), (7, 75), (3, 4096), (2, 5000), (1, 20000), (64,), (2, 3, 5, 80), (133, 16)], ids=str
+    "shape", [(0, 64), (1, 1), (7, 75), (3, 4096), (2, 5000), (1, 16000), (64,), (2, 3, 5, 80), (133, 16)], ids=str
 )
 def test_rms_norm(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = (torch.randn(shape) * 3).to(device, dtype), torch.randn(shape[-1], device=device)
@@ -61,7 +61,7 @@ def test_add_rms_norm(device: torch.device, tokens: int, width: int, dtype: torc
 
 @pytest.mark.parametrize(
     ("x", "message"),
-    [(torch.ones(1, 32769), "32769 elements, the kernel takes up to 32768"), (torch.ones(4, 3).T, "3 apart")],
+    [(torch.ones(1, 16385), "16385 elements, the kernel takes up to 16384"), (torch.ones(4, 3).T, "3 apart")],
     ids=["wide", "transposed"],
 )
 def test_rows_that_the_norm_refuses(x: torch.Tensor, message: str) -> None:
