@@ -7,9 +7,11 @@ from math import prod
 import torch
 
 from mlserve.adapters.describe import describe_adapter
+from mlserve.adapters.slots import slots_bytes
 from mlserve.adapters.spec import AdapterLimits
 from mlserve.config import CacheConfig, DType, EngineConfig
-from mlserve.engine.build import CPU_KV_GIB, CUDA_KV_SHARE, GIB, kv_dtype, max_model_len, num_blocks
+from mlserve.engine.build import CPU_KV_GIB, GIB, kv_dtype, max_model_len, num_blocks
+from mlserve.engine.memory import KV_SHARE, Claims
 from mlserve.model.base_weights import FileBaseWeights, base_shape
 from mlserve.model.config import DecoderConfig
 from mlserve.model.loader import TORCH_DTYPES, OpenModel, open_model
@@ -58,7 +60,10 @@ def _memory(model: OpenModel, config: EngineConfig, length: int) -> dict[str, st
     count, sizes = _parameters(model)
     dtype = kv_dtype(model.dtype, model.device)
     chosen = config.model.dtype
-    blocks = num_blocks(config.cache, model.config, dtype, model.device, weights_to_come=sizes[chosen])
+    adapters = config.adapters
+    slots = slots_bytes(base_shape(model.config), adapters.max_loras, adapters.max_lora_rank, model.dtype)
+    claims = Claims(weights=sizes[chosen], adapters=slots)  # a running engine measures its activations, too
+    blocks = num_blocks(config.cache, model.config, dtype, model.device, claims)
     per_token = model.config.kv_bytes_per_token(dtype)
     tokens = blocks * config.cache.block_size
     pool = (blocks + 1) * config.cache.block_size * per_token  # block 0 is never handed out
@@ -94,7 +99,9 @@ def _why(cache: CacheConfig, device: torch.device) -> str:
         return "num_blocks"
     if cache.kv_memory is not None:
         return "kv_memory"
-    return f"default: {CPU_KV_GIB:g} GiB" if device.type == "cpu" else f"default: {CUDA_KV_SHARE:.0%} of what is free"
+    return (
+        f"default: {CPU_KV_GIB:g} GiB" if device.type == "cpu" else f"default: at most {KV_SHARE:.0%} of what is left"
+    )
 
 
 def _size(num_bytes: int) -> str:

@@ -45,6 +45,7 @@ class Options(TypedDict, total=False):
     device: str
     max_model_len: int | None
     kernels: str
+    cuda_graphs: bool
     block_size: int
     enable_prefix_caching: bool
     block_hash: str | BlockHash

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from mlserve.adapters.host import read_host_adapter
 from mlserve.adapters.registry import AdapterRegistry
 from mlserve.adapters.slot_table import SlotTable
-from mlserve.adapters.slots import AdapterSlots
+from mlserve.adapters.slots import AdapterSlots, slots_bytes
 from mlserve.adapters.spec import AdapterLimits
 from mlserve.cache.block_pool import BlockPool
 from mlserve.cache.hashing import BlockHasher
@@ -17,11 +19,15 @@ from mlserve.config import AdapterConfig, CacheConfig, EngineConfig, ImageConfig
 from mlserve.engine.admission import Limits
 from mlserve.engine.engine import Engine
 from mlserve.engine.media import ImageDesk
+from mlserve.engine.memory import Claims, graph_bytes, kv_budget
 from mlserve.engine.tokenizer import Tokenizer, load_tokenizer
 from mlserve.errors import ConfigError
+from mlserve.kernels.reference import ReferenceOps
 from mlserve.model.base_weights import base_shape
 from mlserve.model.config import DecoderConfig
+from mlserve.model.graphs import CudaGraphRecorder, GraphOptions
 from mlserve.model.loader import LoadedModel, load_model
+from mlserve.model.profiling import largest_step, peak_bytes
 from mlserve.model.runner import ModelRunner
 from mlserve.vision.embedding_cache import EmbeddingCache
 from mlserve.vision.encoding import ImageEncoder
@@ -34,7 +40,6 @@ __all__ = ["build_engine", "kv_dtype", "max_model_len", "num_blocks"]
 
 GIB = 2**30
 CPU_KV_GIB = 1.0
-CUDA_KV_SHARE = 0.85  # of what is free once the weights are loaded; the rest is for activations
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -45,10 +50,18 @@ def build_engine(config: EngineConfig) -> Engine:
     model = load_model(config.model)
     cache_config, adapter_config, device = config.cache, config.adapters, model.decoder.device
     dtype = kv_dtype(model.dtype, device)
-    blocks = num_blocks(cache_config, model.config, dtype, device)
+    max_len = max_model_len(config.model.max_model_len, model.config)
+    tokenizer = load_tokenizer(model.tokenizer_source, model.chat_template)
+    images = _images(model, tokenizer, config.images)  # its tower takes memory, too
+    slots = AdapterSlots(
+        base_shape(model.config), adapter_config.max_loras, adapter_config.max_lora_rank, model.dtype, device
+    )
+    graphs = _graph_options(config, model, max_len)
+    claims = _claims(config, model, slots, dtype, graphs)
+    blocks = num_blocks(cache_config, model.config, dtype, device, claims)
     limits = Limits(
         vocab_size=model.config.vocab_size,
-        max_model_len=max_model_len(config.model.max_model_len, model.config),
+        max_model_len=max_len,
         capacity=blocks * cache_config.block_size,
         eos_token_ids=model.eos_token_ids,
         max_step_tokens=config.scheduler.max_num_batched_tokens,
@@ -57,13 +70,9 @@ def build_engine(config: EngineConfig) -> Engine:
     if cache_config.enable_prefix_caching:
         hasher = BlockHasher(cache_config.block_hash, model.digest, str(dtype), cache_config.block_size)
     adapters = _registry(model, adapter_config)
-    slots = AdapterSlots(
-        base_shape(model.config), adapter_config.max_loras, adapter_config.max_lora_rank, model.dtype, device
-    )
-    tokenizer = load_tokenizer(model.tokenizer_source, model.chat_template)
-    images = _images(model, tokenizer, config.images)
     encoder = None if images is None else images.encoder
-    runner = _runner(model, blocks, cache_config.block_size, dtype, slots, encoder)  # after all that may refuse options
+    # After all that may refuse options.
+    runner = _runner(model, blocks, cache_config.block_size, dtype, slots, encoder, graphs)
     cache = CacheManager(BlockPool(blocks + 1), hasher, cache_config.block_size)  # block 0 is never handed out
     table = SlotTable(adapter_config.max_loras)
     return Engine(runner, tokenizer, cache, config.scheduler, limits, adapters, table, images)
@@ -75,18 +84,19 @@ def kv_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def num_blocks(
-    config: CacheConfig, model: DecoderConfig, dtype: torch.dtype, device: torch.device, *, weights_to_come: int = 0
+    config: CacheConfig, model: DecoderConfig, dtype: torch.dtype, device: torch.device, claims: Claims
 ) -> int:
     """Blocks of the pool: what was asked for, or what fits in the memory budget. Raises `ConfigError` if none fits.
 
-    weights_to_come: bytes that weights will still take from what is free on the device.
+    claims: what the pool must leave of a GPU's memory, where its size is chosen by that.
     """
     if config.num_blocks is not None:
         return config.num_blocks
+    budget: float
     if config.kv_memory is not None:
         budget = config.kv_memory * GIB
     elif device.type == "cuda":
-        budget = CUDA_KV_SHARE * (torch.cuda.mem_get_info(device)[0] - weights_to_come)
+        budget = kv_budget(torch.cuda.mem_get_info(device)[0], claims)
     else:
         budget = CPU_KV_GIB * GIB
     per_block = model.kv_bytes_per_token(dtype) * config.block_size
@@ -97,6 +107,33 @@ def num_blocks(
             "lower block_size"
         )
     return fitting
+
+
+def _claims(
+    config: EngineConfig, model: LoadedModel, slots: AdapterSlots, dtype: torch.dtype, graphs: GraphOptions | None
+) -> Claims:
+    """What a GPU's memory must hold beside weights and KV: measured, where the size of the pool depends on it."""
+    cache, device = config.cache, model.decoder.device
+    if device.type != "cuda" or cache.num_blocks is not None or cache.kv_memory is not None:
+        return Claims()
+    runner = ModelRunner(model.decoder, 1, cache.block_size, dtype, slots)
+    most = config.scheduler
+    length = max_model_len(config.model.max_model_len, model.config)
+    plan = largest_step(most.max_num_batched_tokens, most.max_num_seqs, length, cache.block_size)
+    return Claims(
+        activations=peak_bytes(partial(runner.run, plan), device),
+        adapters=slots_bytes(slots.base, slots.num_slots, slots.max_rank, slots.dtype),
+        graphs=0 if graphs is None else graph_bytes(graphs.max_num_seqs, model.config.vocab_size),
+    )
+
+
+def _graph_options(config: EngineConfig, model: LoadedModel, max_model_len: int) -> GraphOptions | None:
+    """None where there are no graphs: on a CPU, with operations of plain torch, which read tables on the host, or if
+    none are wanted."""
+    device = model.decoder.device
+    if not config.model.cuda_graphs or device.type != "cuda" or isinstance(model.decoder.ops, ReferenceOps):
+        return None
+    return GraphOptions(CudaGraphRecorder(device), config.scheduler.max_num_seqs, max_model_len)
 
 
 def _registry(model: LoadedModel, config: AdapterConfig) -> AdapterRegistry:
@@ -111,6 +148,7 @@ def _registry(model: LoadedModel, config: AdapterConfig) -> AdapterRegistry:
         limits,
         max_bytes=int(config.max_adapter_memory * GIB),
         directory=directory,
+        reader=partial(read_host_adapter, page_locked=model.decoder.device.type == "cuda"),
     )
 
 
@@ -162,9 +200,10 @@ def _runner(
     dtype: torch.dtype,
     adapters: AdapterSlots,
     images: ImageEncoder | None,
+    graphs: GraphOptions | None,
 ) -> ModelRunner:
     try:
-        return ModelRunner(model.decoder, blocks + 1, block_size, dtype, adapters, images)
+        return ModelRunner(model.decoder, blocks + 1, block_size, dtype, adapters, images, graphs)
     except RuntimeError as error:  # torch has no narrower one for a CPU
         gib = blocks * block_size * model.config.kv_bytes_per_token(dtype) / GIB
         raise ConfigError(

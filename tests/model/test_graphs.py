@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from planned import Driver, Planned, random_adapter
 
 from mlserve.adapters.slots import AdapterSlots
@@ -178,6 +181,16 @@ def test_adapters_of_embedding_and_output_layer(decoder: Decoder) -> None:
     assert twins.recorder.num_replays == 4
 
 
+def test_a_graph_serves_adapters_of_other_linears(decoder: Decoder) -> None:
+    rng, twins = random.Random(7), Twins(decoder)
+    for slot, modules in enumerate((ATTENTION, MLP, ENDS)):
+        twins.load(slot, slot, modules)
+    pairs = [twins.start(prompt_of(rng, 5), adapter_slot=slot) for slot in range(NUM_SLOTS)]
+    for pair in (*pairs, *pairs):
+        twins.decode([pair])
+    assert twins.recorder.num_captures == 1
+
+
 def test_memory_for_another_linear_makes_new_graphs(decoder: Decoder) -> None:
     rng, twins = random.Random(8), Twins(decoder)
     twins.load(0, 1, ATTENTION)
@@ -225,9 +238,21 @@ def test_sampled_rows_alone_get_tokens(decoder: Decoder) -> None:
 class ThreeAxes:
     """Positions of tokens that stand at a frame, row and column."""
 
-    def chunk(self, start: int, end: int) -> torch.Tensor:
-        index = torch.arange(start, end)
-        return torch.stack([index, index // 2, index % 5]).numpy()
+    def chunk(self, start: int, end: int) -> NDArray[np.int64]:
+        index = np.arange(start, end)
+        return np.stack([index, index // 2, index % 5])
+
+
+@pytest.mark.parametrize("sections", [(2, 3, 3), None], ids=["mrope", "one position"])
+def test_sequences_with_positions_of_their_own(decoder: Decoder, sections: tuple[int, int, int] | None) -> None:
+    ropes = tuple(replace(rope, sections=sections) for rope in decoder.config.ropes)
+    other = Decoder(replace(decoder.config, ropes=ropes), decoder.weights, decoder.ops)
+    rng, twins = random.Random(12), Twins(other)
+    text, image = twins.start(prompt_of(rng, 5)), twins.start(prompt_of(rng, 9), rope_positions=ThreeAxes())
+    twins.decode([text])
+    twins.decode([image, text], times=3)
+    twins.decode([text])
+    assert (twins.recorder.num_captures, twins.recorder.num_replays) == (2, 5)
 
 
 def test_what_is_not_captured(decoder: Decoder) -> None:
