@@ -86,5 +86,5 @@ def test_no_request_makes_the_server_fail(server: Served, keys: Keys) -> None:
         check()
         assert http.get("/health").status_code == 200
     assert num_calls > 200
-    assert num_answers > 30, num_answers
+    assert num_answers > 20
     server.wait_until_idle()
