@@ -91,19 +91,20 @@ class PagedRun:
                 adapted.append(SlotRange(sequence.adapter_slot, first, starts[-1]))
             sequence.computed = end
         contexts = [sequence.computed for sequence, _ in chunks]
-        paged = PagedBatch(
-            slot_mapping=torch.tensor(slots),
-            query_starts=torch.tensor(starts, dtype=torch.int32),
-            context_lens=torch.tensor(contexts, dtype=torch.int32),
-            block_table=torch.tensor(table, dtype=torch.int32),
-            block_starts=torch.tensor(block_starts, dtype=torch.int32),
-        )
         wanted = list(range(len(token_ids))) if rows is None else list(rows)
-        logit_rows = torch.tensor(wanted, dtype=torch.int64)
         adapters = logit_adapters = None
         if adapted:
             assert self.adapters is not None
             adapters = StepAdapters(self.adapters, self.decoder.ops, AdapterRows.of_ranges(adapted))
             logit_adapters = adapters.select(wanted)
-        ids = torch.tensor(token_ids)
-        return ForwardBatch(ids, torch.tensor(positions), paged, logit_rows, adapters, logit_adapters)
+        with self.decoder.device:
+            paged = PagedBatch(
+                slot_mapping=torch.tensor(slots),
+                query_starts=torch.tensor(starts, dtype=torch.int32),
+                context_lens=torch.tensor(contexts, dtype=torch.int32),
+                block_table=torch.tensor(table, dtype=torch.int32),
+                block_starts=torch.tensor(block_starts, dtype=torch.int32),
+            )
+            logit_rows = torch.tensor(wanted, dtype=torch.int64)
+            ids = torch.tensor(token_ids)
+            return ForwardBatch(ids, torch.tensor(positions), paged, logit_rows, adapters, logit_adapters)
