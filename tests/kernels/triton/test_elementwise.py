@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tolerances import ELEMENTWISE, TRITON, assert_close
@@ -17,13 +19,23 @@ REFERENCE = ReferenceOps()
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 
+def at_size(*sizes: int) -> Any:
+    """Sizes of a real step, too large for the interpreter."""
+    return pytest.param(*sizes, marks=pytest.mark.gpu)
+
+
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
     return ELEMENTWISE if dtype == torch.float32 else TRITON[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "shape", [(0, 64), (1, 1), (7, 75), (3, 4096), (2, 5000), (1, 16000), (64,), (2, 3, 5, 80), (133, 16)], ids=str
+    "shape",
+    [
+        *[(0, 64), (1, 1), (7, 75), (3, 4096), (2, 5000), (1, 16000), (64,), (2, 3, 5, 80), (133, 16)],
+        *[pytest.param(shape, marks=pytest.mark.gpu) for shape in ((8192, 4096), (2048, 16384), (1000, 7168))],
+    ],
+    ids=str,
 )
 def test_rms_norm(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = (torch.randn(shape) * 3).to(device, dtype), torch.randn(shape[-1], device=device)
@@ -33,7 +45,11 @@ def test_rms_norm(device: torch.device, shape: tuple[int, ...], dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(5, 3, 80), (1, 32, 128), (33, 2, 16), (2, 1, 256)], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "head_dim"),
+    [(5, 3, 80), (1, 32, 128), (33, 2, 16), (2, 1, 256), at_size(8192, 32, 128), at_size(3000, 8, 256)],
+    ids=str,
+)
 def test_heads_are_read_within_qkv(
     device: torch.device, tokens: int, heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
@@ -48,7 +64,11 @@ def test_heads_are_read_within_qkv(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("tokens", "width"), [(0, 64), (1, 4096), (7, 75), (133, 16), (2, 5000)], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "width"),
+    [(0, 64), (1, 4096), (7, 75), (133, 16), (2, 5000), at_size(8192, 4096), at_size(2048, 16384)],
+    ids=str,
+)
 def test_add_rms_norm(device: torch.device, tokens: int, width: int, dtype: torch.dtype) -> None:
     wide = torch.randn(tokens, 2 * width).to(device, dtype)  # rows of x and of the residual are parts of wider ones
     x, residual, weight = wide[:, :width], wide[:, width:], torch.randn(width, device=device)
@@ -74,7 +94,9 @@ def test_rows_that_the_norm_refuses(x: torch.Tensor, message: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", Activation)
-@pytest.mark.parametrize(("tokens", "width"), [(0, 8), (1, 1), (7, 13), (3, 1536)], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "width"), [(0, 8), (1, 1), (7, 13), (3, 1536), at_size(8192, 14336), at_size(1, 28672)], ids=str
+)
 def test_gated_activation(
     device: torch.device, tokens: int, width: int, activation: Activation, dtype: torch.dtype
 ) -> None:

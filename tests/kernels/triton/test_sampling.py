@@ -8,12 +8,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from rows import Row, row
 from torch import Tensor
 
 from mlserve.kernels.triton.sampling import BLOCK, draw
 from mlserve.model import sampler
 from mlserve.model.sampler import Sampler
+from mlserve.model.uniform import uniforms
 
 # An infinity minus itself: the weight is NaN, which the kernel means to be 0; numpy warns.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -58,6 +60,54 @@ def test_draws_as_the_sampler_does_on_a_cpu(dtype: torch.dtype, vocabulary: int,
     rows = [row(row_seed=i, **settings) for settings, i in itertools.product(SETTINGS.values(), range(2))]
     logits = random_logits(len(rows), vocabulary).to(dtype).float()
     assert tokens(logits, rows, device) == Sampler().sample(logits, rows).token_ids
+
+
+def restricted(weights: NDArray[np.float64], wanted: Row) -> tuple[NDArray[np.float64], float]:
+    """The weights that may be drawn, the others 0, and the least of them."""
+    p = wanted.params
+    descending = np.sort(weights)[::-1][: p.top_k]
+    cdf = descending.cumsum()
+    cut = max(descending[min(np.searchsorted(cdf, p.top_p * cdf[-1]), len(cdf) - 1)], p.min_p)
+    return np.where(weights >= cut, weights, 0.0), cut
+
+
+@pytest.mark.parametrize("vocabulary", [700, *(pytest.param(v, marks=pytest.mark.gpu) for v in (128256, 262144))])
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_the_drawn_number_lies_at_the_token(spread: float, vocabulary: int, device: torch.device) -> None:
+    """By float64. Whether a token at the cut stays may differ, which moves all others by its weight."""
+    rows = [row(row_seed=i, **settings) for i, settings in enumerate(SETTINGS.values())]
+    logits = random_logits(len(rows), vocabulary, spread=spread)
+    for scores, wanted, token in zip(logits.double().numpy(), rows, tokens(logits, rows, device), strict=True):
+        weights = np.exp((scores - scores.max()) / wanted.params.temperature)
+        left, cut = restricted(weights, wanted)
+        cdf = left.cumsum()
+        drawn = uniforms([wanted.seed], [0])[0] * cdf[-1]
+        near = cut + 1e-6 * cdf[-1]
+        assert weights[token] >= cut * (1 - 1e-5)
+        assert cdf[token] - left[token] - near <= drawn <= cdf[token] + near
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_draws_with_any_settings(device: torch.device) -> None:
+    logits = torch.empty(len(SETTINGS), 128256, device=device)
+    best, temperature, min_p = (torch.ones(len(SETTINGS), device=device) for _ in range(3))
+    top_k, top_p, uniform = temperature.int(), temperature.double(), temperature.double() * 0.5
+    arguments = (logits, best, temperature, top_k, top_p, min_p, uniform)
+    draw(*arguments)  # compiles the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn = draw(*arguments)
+    for seed in range(3):
+        new = random_logits(len(SETTINGS), 128256, seed).to(device)
+        best.copy_(new.max(-1).values)
+        for i, settings in enumerate(list(SETTINGS.values())[seed:] + list(SETTINGS.values())[:seed]):
+            temperature[i], top_k[i] = settings["temperature"], min(int(settings.get("top_k", 128256)), 128256)
+            top_p[i], min_p[i], uniform[i] = settings.get("top_p", 1.0), settings.get("min_p", 0.0), 0.1 + 0.07 * i
+        logits.copy_(new)
+        expected = draw(*arguments).tolist()
+        logits.copy_(new)
+        graph.replay()
+        assert drawn.tolist() == expected
 
 
 def test_flat_distributions(device: torch.device) -> None:
