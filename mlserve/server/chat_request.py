@@ -145,8 +145,10 @@ def _embeddings(encoded: object) -> Any:
             raise ValueError(f"it is of type {type(encoded).__name__}")
         tensors = load_safetensors(b64decode(encoded, validate=True))
         (tensor,) = tensors.values()
+        if not tensor.is_floating_point():
+            raise ValueError(f"its numbers are of type {tensor.dtype}")
         return tensor.float()
-    except (ValueError, binascii.Error, SafetensorError) as error:
+    except (ValueError, KeyError, binascii.Error, SafetensorError) as error:
         raise PromptError(
             f"image_embeds can't be read ({error}): give a safetensors file of one tensor [n, H], in base64"
         ) from None
