@@ -167,8 +167,9 @@ class AdapterSlots:
         self._copies.before_use(slots)
 
     def put(self, array: NDArray[Any]) -> Tensor:
-        """An array, on the slots' device."""
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        """An array, on the slots' device; a GPU isn't waited for."""
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
     @property
     def layout(self) -> frozenset[Projection]:

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from mlserve.model.logit_edits import edited_logits, is_edited
-from mlserve.model.logprobs import prompt_logprobs, token_logprobs
+from mlserve.model.logprobs import prompt_logprobs, row_logprobs, token_logprobs
 from mlserve.model.plan import SamplingRow
+from mlserve.model.staging import fetch, place
 from mlserve.model.token_masks import mask_tokens
 from mlserve.model.uniform import uniforms
 from mlserve.request import SamplingParams, TokenLogprob
@@ -77,22 +78,19 @@ class Sampler:
         if edited_at:
             edited_rows = [rows[i] for i in edited_at]
             # index_select is 4 times as quick as an index.
-            copied = logits.index_select(0, torch.tensor(edited_at, device=logits.device))
-            edited = edited_logits(copied, edited_rows)
+            index = _index(edited_at, logits.device)
+            edited = edited_logits(logits.index_select(0, index), edited_rows)
             failures = {edited_at[j]: reason for j, reason in mask_tokens(edited, edited_rows).items()}
-            best[edited_at], ids[edited_at] = edited.max(-1)
-        token_ids: list[int] = ids.tolist()
+            best[index], ids[index] = edited.max(-1)
         drawn_at = [i for i, row in enumerate(rows) if not row.params.is_greedy]
         at_once = max(1, CELLS_AT_ONCE[logits.device.type] // logits.shape[1])
         for start in range(0, len(drawn_at), at_once):
             at = drawn_at[start : start + at_once]
-            weights = self._gather(logits, at, edited, edited_at)
-            for i, token_id in zip(at, self._drawn(weights, best[at], [rows[i] for i in at]), strict=True):
-                token_ids[i] = token_id
-        errors = {i: _reason(value) for i, value in enumerate(best.tolist()) if not math.isfinite(value)} | failures
-        return SampledTokens(token_ids, _logprobs(logits, rows, token_ids, errors), errors)
+            weights, index = self._gather(logits, at, edited, edited_at), _index(at, logits.device)
+            ids[index] = self._drawn(weights, best[index], [rows[i] for i in at])
+        return _sampled(logits, rows, ids, best, failures)
 
-    def _drawn(self, logits: Tensor, best: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    def _drawn(self, logits: Tensor, best: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         draw = self._draw or _kernels_for(logits.device)
         return _draw(logits, best, rows) if draw is None else _draw_by(draw, logits, best, rows)
 
@@ -105,15 +103,15 @@ class Sampler:
             self._scratch = torch.empty(size, dtype=logits.dtype, device=logits.device)
         rows = self._scratch[:size].view(len(at), padded)
         rows[:, width:] = -math.inf
-        rows[:, :width] = logits if len(at) == len(logits) else logits[at]
+        rows[:, :width] = logits if len(at) == len(logits) else logits[_index(at, logits.device)]
         if edited_at:
             position = {row: j for j, row in enumerate(edited_at)}
             both = [(k, position[row]) for k, row in enumerate(at) if row in position]
             if both:
                 to, from_ = zip(*both, strict=True)
                 if len(both) < len(edited):
-                    edited = edited.index_select(0, torch.tensor(from_, device=edited.device))
-                rows[:, :width].index_copy_(0, torch.tensor(to, device=rows.device), edited)
+                    edited = edited.index_select(0, _index(from_, edited.device))
+                rows[:, :width].index_copy_(0, _index(to, rows.device), edited)
         return rows
 
 
@@ -125,7 +123,7 @@ def _kernels_for(device: torch.device) -> Draw | None:
     return draw
 
 
-def _draw(logits: Tensor, best: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+def _draw(logits: Tensor, best: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Draw from softmax(logits / temperature), restricted by top_k, top_p and min_p. Overwrites `logits: [n, V]`.
 
     best: `[n]` float32, each row's largest logit.
@@ -139,11 +137,10 @@ def _draw(logits: Tensor, best: Tensor, rows: Sequence[SamplingRow]) -> list[int
     if least is not None:
         # 1.0 or 0.0 in float32: 5x sooner than a mask of bool.
         weights.mul_(torch.ge(weights, least[:, None], out=torch.empty_like(weights)))
-    drawn: list[int] = _invert_cdf(weights, torch.from_numpy(_uniforms(rows)).to(logits.device)).tolist()
-    return drawn
+    return _invert_cdf(weights, place(_uniforms(rows), logits.device))
 
 
-def _draw_by(draw: Draw, logits: Tensor, best: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+def _draw_by(draw: Draw, logits: Tensor, best: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """`_draw` by a kernel."""
     width = logits.shape[1]
     params = [row.params for row in rows]
@@ -157,9 +154,8 @@ def _draw_by(draw: Draw, logits: Tensor, best: Tensor, rows: Sequence[SamplingRo
         ]
     )
     # One copy to the device for all of them: float64 holds each exactly.
-    temperature, top_k, top_p, min_p, uniform = torch.from_numpy(settings).to(logits.device)
-    drawn: list[int] = draw(logits, best, temperature.float(), top_k.int(), top_p, min_p.float(), uniform).tolist()
-    return drawn
+    temperature, top_k, top_p, min_p, uniform = place(settings, logits.device)
+    return draw(logits, best, temperature.float(), top_k.int(), top_p, min_p.float(), uniform)
 
 
 def _uniforms(rows: Sequence[SamplingRow]) -> NDArray[np.float64]:
@@ -248,14 +244,28 @@ def _reason(best: float) -> str:
     )
 
 
-def _logprobs(
-    logits: Tensor, rows: Sequence[SamplingRow], token_ids: list[int], errors: dict[int, str]
-) -> list[TokenLogprob | None]:
-    found: list[TokenLogprob | None] = [None] * len(rows)
-    asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None and i not in errors]
+def _sampled(
+    logits: Tensor, rows: Sequence[SamplingRow], ids: Tensor, best: Tensor, failures: dict[int, str]
+) -> SampledTokens:
+    """What was chosen, with one wait for the device: it is behind until here."""
+    asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    tops = [rows[i].params.logprobs or 0 for i in asked]
+    logprobs: tuple[Tensor, ...] = ()
     if asked:
-        chosen = logits if len(asked) == len(rows) else logits[asked]
-        tops = [rows[i].params.logprobs or 0 for i in asked]
-        for i, logprob in zip(asked, token_logprobs(chosen, [token_ids[i] for i in asked], tops), strict=True):
-            found[i] = logprob
-    return found
+        whole = len(asked) == len(rows)
+        index = slice(None) if whole else _index(asked, logits.device)
+        inside = ids[index].clamp(max=logits.shape[1] - 1)  # what was drawn from NaN may lie beyond
+        logprobs = row_logprobs(logits if whole else logits[index], inside, max(tops))
+    host_ids, host_best, *host_logprobs = fetch(ids, best, *logprobs)
+    token_ids: list[int] = host_ids.tolist()
+    failed = np.flatnonzero(~np.isfinite(host_best)).tolist()
+    errors = {i: _reason(float(host_best[i])) for i in failed} | failures
+    found: list[TokenLogprob | None] = [None] * len(rows)
+    if asked:
+        for i, logprob in zip(asked, token_logprobs([token_ids[i] for i in asked], tops, *host_logprobs), strict=True):
+            found[i] = None if i in errors else logprob
+    return SampledTokens(token_ids, found, errors)
+
+
+def _index(rows: Sequence[int], device: torch.device) -> Tensor:
+    return place(np.array(rows, dtype=np.int64), device)

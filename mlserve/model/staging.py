@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Event", "InPlace", "Staged", "Uploads", "fetch", "uploads_for"]
+__all__ = ["Event", "InPlace", "Staged", "Uploads", "fetch", "place", "uploads_for"]
 
 _ALIGNMENT = 16  # bytes, so that every dtype's elements are where kernels may load them
 _FIRST_CAPACITY = 2**18  # bytes: 256 decoding sequences of 3,000 tokens
@@ -140,6 +140,12 @@ class Staged:
 def uploads_for(device: torch.device) -> Uploads:
     """Those that suit a device."""
     return InPlace() if device.type == "cpu" else Staged(device)
+
+
+def place(array: NDArray[Any], device: torch.device) -> Tensor:
+    """One array on a device, without waiting for what that is at. On a CPU it is the array itself."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def fetch(*tensors: Tensor) -> list[NDArray[Any]]:
