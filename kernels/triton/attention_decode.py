@@ -55,7 +55,8 @@ def decode_launches(
 ) -> tuple[Launch, Launch]:
     """Fill the rows of `out: [T, Hq, D]` that belong to sequences with one query, one after the other.
 
-    How many programs share a sequence's splits is decided from shapes alone, and changes no result.
+    Such a query is the last token and sees its whole context, so that `visible_ends` doesn't matter. How many programs
+    share a sequence's splits is decided from shapes alone, and changes no result.
     """
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = kv.shape[2:4]

@@ -109,6 +109,18 @@ def test_more_sequences_than_one_search_sees(device: torch.device, monkeypatch: 
     check(device, [(0, 1)] * 254 + [(2, 2), (1, 3), (0, 1), (9, 9)], heads=1, head_dim=16)
 
 
+def test_more_splits_than_are_merged_at_once(device: torch.device) -> None:
+    """And the highest scores come last."""
+    context = 16 * attention_decode.SPLIT + 300
+    batch, num_blocks = ragged_batch([(1, context)], 16)
+    kv = layer_of_pool(batch, num_blocks, 16, 1, 16, torch.float32)
+    last = context_slots(batch, 0, 16, first=context - 20)
+    kv[last // 16, 0, last % 16] *= 3
+    kv, q, batch = kv.to(device), torch.randn(1, 1, 16).to(device), on(device, batch)
+    out = paged_attention(q, kv, batch, scale=0.25)
+    assert_close(out, REFERENCE.paged_attention(q, kv, batch, scale=0.25), TRITON[torch.float32])
+
+
 def test_scores_far_apart(device: torch.device) -> None:
     """Peaks that move from tile to tile and from split to split, by more than exp can hold."""
     batch, num_blocks = ragged_batch([(1, 600), (130, 200)], 16)
