@@ -52,7 +52,7 @@ class PagedBatch:
     # [T] int32: each query sees the positions below this: its own + 1, or more where an image's tokens see each other.
     # It never falls within a sequence, nor exceeds its context. None: no query sees beyond itself.
     visible_ends: Tensor | None = None
-    # How many sequences have a single query, for kernels that can't ask without waiting for the device. None: not known.
+    # How many sequences have a single query, for kernels that can't ask without waiting for the device. None: unknown.
     num_decodes: int | None = None
 
 
