@@ -115,7 +115,7 @@ def test_more_splits_than_are_merged_at_once(device: torch.device) -> None:
     batch, num_blocks = ragged_batch([(1, context)], 16)
     kv = layer_of_pool(batch, num_blocks, 16, 1, 16, torch.float32)
     last = context_slots(batch, 0, 16, first=context - 20)
-    kv[last // 16, 0, last % 16] *= 3
+    kv[last // 16, 0, last % 16] *= 10
     kv, q, batch = kv.to(device), torch.randn(1, 1, 16).to(device), on(device, batch)
     out = paged_attention(q, kv, batch, scale=0.25)
     assert_close(out, REFERENCE.paged_attention(q, kv, batch, scale=0.25), TRITON[torch.float32])
