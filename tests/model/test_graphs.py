@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,106 +10,19 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from planned import Driver, Planned, random_adapter
+from planned import Planned, random_adapter
+from twins import ATTENTION, BLOCK_SIZE, ENDS, MAX_SEQS, MLP, NUM_SLOTS, Twins, churn, prompt_of
 
-from mlserve.adapters.slots import AdapterSlots
-from mlserve.adapters.spec import Module
 from mlserve.config import ModelOptions
-from mlserve.model.base_weights import base_shape
 from mlserve.model.decoder import Decoder
-from mlserve.model.graphs import MAX_CONTEXT_TOKENS, GraphOptions, padded_sizes
+from mlserve.model.graphs import MAX_CONTEXT_TOKENS, padded_sizes
 from mlserve.model.loader import load_model
-from mlserve.model.plan import SlotLoad, StepResult
-from mlserve.model.runner import ModelRunner
-
-ATTENTION = (Module.Q_PROJ, Module.K_PROJ, Module.V_PROJ, Module.O_PROJ)
-MLP = (Module.GATE_PROJ, Module.UP_PROJ, Module.DOWN_PROJ)
-ENDS = (Module.EMBED_TOKENS, Module.LM_HEAD)
-NUM_SLOTS, MAX_SEQS, BLOCK_SIZE = 3, 12, 4
-
-
-class Rerun:
-    """Records what is to be run, and how often it was."""
-
-    def __init__(self) -> None:
-        self.num_captures = self.num_replays = 0
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        self.num_captures += 1
-
-        def replay() -> None:
-            self.num_replays += 1
-            work()
-
-        return replay
+from mlserve.model.plan import SlotLoad
 
 
 @pytest.fixture(scope="module")
 def decoder(tiny_model_dir: Path) -> Decoder:
     return load_model(ModelOptions(str(tiny_model_dir), kernels="reference", device="cpu")).decoder
-
-
-class Twins:
-    """The same sequences on a runner with graphs and on one without; every step must agree."""
-
-    def __init__(self, decoder: Decoder, *, max_model_len: int = 64, num_blocks: int = 200) -> None:
-        self.recorder = Rerun()
-        self.base = base_shape(decoder.config)
-        options = GraphOptions(self.recorder, MAX_SEQS, max_model_len)
-        self.graphed, self.eager = (
-            Driver(
-                ModelRunner(
-                    decoder,
-                    num_blocks,
-                    BLOCK_SIZE,
-                    torch.float32,
-                    AdapterSlots(self.base, NUM_SLOTS, 4, torch.float32, decoder.device),
-                    graphs=graphs,
-                )
-            )
-            for graphs in (options, None)
-        )
-
-    def load(self, slot: int, seed: int, modules: Sequence[Module], *, rank: int = 4, dora: bool = False) -> None:
-        adapter = random_adapter(self.base, seed, rank=rank, modules=modules, dora=dora)
-        for driver in (self.graphed, self.eager):
-            driver.runner.adapters.write(slot, adapter)
-
-    def start(self, prompt: Sequence[int], **how: object) -> tuple[Planned, Planned]:
-        """A prefilled sequence in both worlds."""
-        pair = (Planned(list(prompt), **how), Planned(list(prompt), **how))
-        self.step([(pair, len(prompt))])
-        return pair
-
-    def step(self, chunks: Sequence[tuple[tuple[Planned, Planned], int]], loads: Sequence[SlotLoad] = ()) -> None:
-        results = [
-            driver.step([(pair[i], count) for pair, count in chunks], loads)
-            for i, driver in enumerate((self.graphed, self.eager))
-        ]
-        assert_same(*results)
-        both = [driver.runner.kv[1:] for driver in (self.graphed, self.eager)]
-        torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5, equal_nan=True)  # padding wrote to block 0 alone
-
-    def decode(self, pairs: Sequence[tuple[Planned, Planned]], times: int = 1) -> None:
-        for _ in range(times):
-            self.step([(pair, 1) for pair in pairs])
-
-    def end(self, pair: tuple[Planned, Planned]) -> None:
-        for driver, sequence in zip((self.graphed, self.eager), pair, strict=True):
-            driver.end(sequence)
-
-
-def assert_same(graphed: StepResult, eager: StepResult) -> None:
-    assert graphed.token_ids == eager.token_ids
-    for row, expected in eager.logprobs.items():
-        found = graphed.logprobs[row]
-        assert [token for token, _ in found.top] == [token for token, _ in expected.top]
-        values = [[logprob for _, logprob in each.top] for each in (found, expected)]
-        assert values[0] == pytest.approx(values[1], abs=1e-4)
-
-
-def prompt_of(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(256) for _ in range(length)]
 
 
 def test_sizes() -> None:
@@ -124,27 +36,8 @@ def test_sizes() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_batches_that_come_and_go(decoder: Decoder, seed: int) -> None:
-    """Batches of all sizes, adapters of unequal rank in all mixes, slots written anew, sequences of many lengths."""
-    rng, twins = random.Random(seed), Twins(decoder)
-    for slot in range(NUM_SLOTS):
-        twins.load(slot, slot, ATTENTION + MLP if slot else ATTENTION, rank=slot + 2)
-    running: list[tuple[Planned, Planned]] = []
-    for step in range(40):
-        for pair in list(running):
-            if rng.random() < 0.1 or len(pair[0].token_ids) > 50:
-                running.remove(pair)
-                twins.end(pair)
-        while len(running) < MAX_SEQS and rng.random() < 0.4:
-            slot = rng.choice([None, *range(NUM_SLOTS)])
-            prompt = prompt_of(rng, rng.randrange(1, 20))
-            running.append(twins.start(prompt, adapter_slot=slot, adapter_start=rng.choice([0, 0, 3, 30])))
-        if step % 13 == 12:
-            slot = rng.randrange(NUM_SLOTS)
-            if all(pair[0].adapter_slot != slot for pair in running):
-                twins.load(slot, 100 + step, ATTENTION, rank=rng.randrange(1, 5))
-        rng.shuffle(running)
-        if running:
-            twins.decode(running)
+    twins = Twins(decoder)
+    churn(twins, seed, num_steps=40)
     assert twins.recorder.num_replays >= 35
     assert twins.recorder.num_captures <= 2 * len(padded_sizes(MAX_SEQS))
 
@@ -282,3 +175,18 @@ def test_long_contexts_have_a_bounded_block_table(decoder: Decoder) -> None:
     graphs = twins.graphed.runner._graphs
     assert graphs is not None
     assert graphs._capacity(1) == graphs._capacity(8) == MAX_CONTEXT_TOKENS // BLOCK_SIZE
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, test_graphs_gpu does it with real graphs")
+def test_triton_kernels_on_padded_inputs(decoder: Decoder, tiny_model_dir: Path) -> None:
+    """In Triton's interpreter: what kernels find on the device, they find in padded steps too."""
+    triton = load_model(ModelOptions(str(tiny_model_dir), kernels="triton", device="cpu")).decoder
+    rng, twins = random.Random(7), Twins(triton, decoder)
+    for slot, modules in enumerate((ATTENTION, MLP, ENDS)):
+        twins.load(slot, slot, modules)
+    pairs = [twins.start(prompt_of(rng, 5), adapter_slot=slot) for slot in (0, 1, 2)]
+    twins.decode(pairs)
+    twins.decode(pairs[:1])
+    twins.decode([pairs[0], twins.start(prompt_of(rng, 2)), pairs[2]])
+    assert (twins.recorder.num_captures, twins.recorder.num_replays) == (2, 3)

@@ -12,6 +12,7 @@ import torch
 
 from mlserve.adapters.host import HostAdapter, HostWeights
 from mlserve.adapters.spec import BaseShape, Module, Site
+from mlserve.model.inputs import StepInputs, step_inputs
 from mlserve.model.plan import SlotLoad, StepPlan, StepResult
 from mlserve.model.runner import ModelRunner
 from mlserve.request import SamplingParams
@@ -74,6 +75,11 @@ class Driver:
     def decode(self, sequences: Sequence[Planned]) -> StepResult:
         """One token of each."""
         return self.step([(sequence, 1) for sequence in sequences])
+
+    def inputs(self, sequences: Sequence[Planned]) -> StepInputs:
+        """What the next step of decoding them would be given; their blocks have room for it."""
+        plan = StepPlan(list(sequences), [1] * len(sequences))
+        return step_inputs(plan, range(len(sequences)), self.runner.block_size)
 
     def end(self, sequence: Planned) -> None:
         """Give its blocks back."""
