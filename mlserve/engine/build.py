@@ -96,6 +96,7 @@ def num_blocks(
     if config.kv_memory is not None:
         budget = config.kv_memory * GIB
     elif device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps of memory that was given back is free, too
         budget = kv_budget(torch.cuda.mem_get_info(device)[0], claims)
     else:
         budget = CPU_KV_GIB * GIB

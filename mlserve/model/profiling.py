@@ -61,13 +61,11 @@ def largest_step(num_tokens: int, num_seqs: int, max_model_len: int, block_size:
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """The most memory that work on a GPU takes at once, beyond what is taken before it."""
-    work()  # the first time libraries take memory that they keep, which is no longer free afterwards
+    """The most memory that work on a GPU holds at once, what it keeps between two times included."""
+    before = torch.cuda.memory_allocated(device)
+    work()  # kernels are compiled, and libraries try out what is fastest, which may take more than they use later
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
     work()
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.empty_cache()  # what torch kept of it counts as free again
-    return peak
+    return torch.cuda.max_memory_allocated(device) - before

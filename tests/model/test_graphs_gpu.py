@@ -50,7 +50,7 @@ def test_adapters_of_all_linears(decoder: Decoder) -> None:
 
 
 def test_a_step_reads_nothing_back(decoder: Decoder) -> None:
-    """Nothing between the host's inputs and the logits waits for the device, with a graph or without, in loads neither."""
+    """Nothing from the inputs to the logits waits for the device: no load, no step with a graph, none without."""
     rng, twins = random.Random(8), graphs_against_eager(decoder)
     modules = (*ATTENTION, *ENDS)
     twins.load(0, 1, modules)
