@@ -29,6 +29,7 @@ MAX_STRINGS = 64  # stop strings, bad words
 MAX_STRING_LENGTH = 1000  # characters of one of them
 MAX_SEED = 2**64 - 1
 GREEDY_BELOW = 1e-3
+MAX_TEMPERATURE = 1e6  # far beyond where all tokens are equally likely; float32 must hold it
 
 
 class FinishReason(StrEnum):
@@ -143,7 +144,7 @@ def _check_numbers(p: SamplingParams) -> None:
     integer("seed", 0, MAX_SEED, "from 0 to 2**64 - 1", optional=True)
     integer("logprobs", 0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}", optional=True)
     integer("prompt_logprobs", 0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}", optional=True)
-    number("temperature", lambda value: value >= 0, "from 0 (greedy)")
+    number("temperature", lambda value: 0 <= value <= MAX_TEMPERATURE, f"from 0 (greedy) to {MAX_TEMPERATURE:.0e}")
     number("top_p", lambda value: 0 < value <= 1, "above 0, at most 1")
     number("min_p", lambda value: 0 <= value <= 1, "from 0 to 1")
     number("repetition_penalty", lambda value: 0.01 <= value <= 100, "from 0.01 to 100")

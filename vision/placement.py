@@ -70,9 +70,14 @@ def embeddings_digest(embeddings: Tensor) -> bytes:
     return digest.digest()
 
 
-def embedding_key(identity: bytes, encoder: bytes) -> bytes:
-    """Names the embeddings that an encoder, of that digest, makes of an image of that identity. 32 bytes."""
-    return hashlib.blake2b(identity + encoder, digest_size=32, person=b"mlserve image").digest()
+def embedding_key(identity: bytes, encoder: bytes, scope: bytes | None = None) -> bytes:
+    """Names the embeddings that an encoder, of that digest, makes of an image of that identity. 32 bytes.
+
+    Those of different scopes (tenants' salts) don't meet: how soon an answer begins would tell what others sent.
+    """
+    parts = (identity, encoder, b"" if scope is None else scope)
+    data = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return hashlib.blake2b(data, digest_size=32, person=b"mlserve image").digest()
 
 
 def place_images(

@@ -176,7 +176,7 @@ class Adapters:
 
 
 class Cache:
-    """The prefix cache over HTTP."""
+    """The prefix cache over HTTP. Where keys are needed, it takes an administrator's."""
 
     def __init__(self, client: openai.OpenAI) -> None:
         self._client = client
@@ -190,7 +190,7 @@ class Cache:
         return self._client.get("/cache/blocks", cast_to=CacheBlocks)
 
     def reset(self) -> Status:
-        """Forget all cached KV. Needs an administrator's key."""
+        """Forget all cached KV. Takes an administrator's key in any case."""
         return self._client.post("/cache/reset", cast_to=Status)
 
 

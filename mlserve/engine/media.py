@@ -149,14 +149,14 @@ class ImageDesk:
     def _own(self, given: IdentifiedImage) -> PlacedImage:
         model, match = self.encoder.model, given.match
         if match.is_near:
-            key = embedding_key(match.digest, model.digest)
+            key = embedding_key(match.digest, model.digest, given.scope)
             embeddings = self.encoder.cache.get(key)
             if embeddings is not None:
                 layout = model.layout(match.width, match.height)
                 return PlacedImage(key, layout, 0, embeddings=embeddings, match=match)
             self.identity.forget(match.digest, given.scope)  # its pixels aren't kept: it can't be encoded again
             match = ImageMatch.of_itself(given.image, match.own_digest)
-        key = embedding_key(match.digest, model.digest)
+        key = embedding_key(match.digest, model.digest, given.scope)
         return PlacedImage(key, model.layout(match.width, match.height), 0, given.image, match=match)
 
     def _embedded(self, embeddings: Tensor) -> PlacedImage:

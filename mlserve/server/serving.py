@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -29,9 +30,11 @@ from mlserve.server.tenants import tenant_salt
 from mlserve.server.tools.formats import ToolFormat, format_named
 from mlserve.server.tools.templates import detect_format
 
-__all__ = ["AdminDep", "PrincipalDep", "RequestIdDep", "Serving", "ServingDep"]
+__all__ = ["AdminDep", "ObserverDep", "PrincipalDep", "RequestIdDep", "Serving", "ServingDep"]
 
 logger = logging.getLogger(__name__)
+
+MAX_FETCHING = 32  # requests that fetch images at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +53,7 @@ class Serving:
     keys: KeyRing
     gate: Gate
     metrics: Metrics
+    fetchers: ThreadPoolExecutor  # for requests that fetch images
     adapter_roots: tuple[Path, ...]  # that adapters may be loaded from over HTTP
     created: int  # Unix seconds
 
@@ -72,6 +76,7 @@ class Serving:
             KeyRing(None) if config.api_keys is None else KeyRing.read(config.api_keys),
             Gate(config.max_requests),
             Metrics(),
+            ThreadPoolExecutor(MAX_FETCHING, "mlserve-fetch"),
             tuple(Path(root.strip()).resolve() for root in roots),
             int(time.time()),
         )
@@ -130,6 +135,13 @@ def _admin(request: Request) -> Principal:
     )
 
 
+def _observer(request: Request) -> Principal:
+    principal = _principal(request)
+    if _serving(request).keys.is_open or principal.is_admin:
+        return principal
+    raise ApiError(403, "this shows what all tenants do: use an administrator's API key", code="forbidden")
+
+
 def _request_id(request: Request) -> str:
     """An id that no other request has; that of the log alone may be the client's, who may send it twice."""
     return f"{request.state.request_id}-{secrets.token_hex(8)}"
@@ -138,4 +150,5 @@ def _request_id(request: Request) -> str:
 ServingDep = Annotated[Serving, Depends(_serving)]
 PrincipalDep = Annotated[Principal, Depends(_principal)]
 AdminDep = Annotated[Principal, Depends(_admin)]
+ObserverDep = Annotated[Principal, Depends(_observer)]  # administrators; everybody, if no keys are needed
 RequestIdDep = Annotated[str, Depends(_request_id)]

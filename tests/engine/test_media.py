@@ -103,6 +103,13 @@ def test_near_duplicates_stay_within_a_tenant(load: Callable[..., LLM]) -> None:
     assert ask(llm, resized, cache_salt="a").images[0].distance is not None
 
 
+def test_embeddings_of_tenants_do_not_meet(load: Callable[..., LLM], encoded: list[int]) -> None:
+    llm = load()
+    for salt in ("a", "b", None, "a", "b", None):
+        ask(llm, photograph(), cache_salt=salt)
+    assert encoded == [1, 1, 1]
+
+
 def test_a_canonical_image_that_was_evicted_stands_in_for_nobody(load: Callable[..., LLM]) -> None:
     picture = photograph()
     resized = picture.resize((230, 230), Image.Resampling.LANCZOS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,3 +96,12 @@ def test_without_keys_everybody_shares(tokenizer: Tokenizer) -> None:
         body = {"prompt": PROMPT, "max_tokens": 1}
         usages = [server.http().post("/v1/completions", json=body).json()["usage"] for _ in range(2)]
         assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 12]
+
+
+def test_figures_over_all_tenants_are_for_administrators(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    keys = Keys(tmp_path, Principal("a"), Principal("owner", is_admin=True))
+    engine = make_engine(ContextRunner(128, 4), tokenizer, num_blocks=64, vocab_size=tokenizer.vocab_size)
+    with served(engine, api_keys=str(keys.path)) as server:
+        for path in ("/metrics", "/v1/cache", "/v1/cache/blocks"):
+            assert keys.http(server, "a").get(path).status_code == 403
+            assert keys.http(server, "owner").get(path).status_code == 200

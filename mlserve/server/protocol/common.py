@@ -15,7 +15,6 @@ __all__ = ["MAX_IDS", "PLAIN_TEXT", "Body", "SamplingBody", "StreamOptions", "an
 MAX_FIELDS = 256  # of a body
 MAX_LIST = 1024
 MAX_IDS = 2**21  # of a prompt
-MAX_TEMPERATURE = 1e6  # what is much beyond isn't finite in float32
 MAX_DIGITS = 20  # of a number that JSON has as a key
 # Long lists fail at the first wrong entry: to tell of each of a million would hold up everybody.
 Stops = Annotated[list[str], Field(max_length=MAX_STRINGS, fail_fast=True)]
@@ -48,7 +47,7 @@ class SamplingBody(Body):
     model: str | None = Field(
         None, max_length=1024, description="The base model or an adapter; default: the base model"
     )
-    temperature: float | None = Field(None, le=MAX_TEMPERATURE)
+    temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
     stop: str | Stops | None = None

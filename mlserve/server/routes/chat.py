@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from contextlib import AsyncExitStack
 
@@ -30,7 +29,7 @@ async def create_chat_completion(
     request.state.user = body.user
     async with AsyncExitStack() as held:
         held.enter_context(serving.gate.enter(principal))
-        chat = await asyncio.to_thread(read_chat, serving, principal, request_id, body)
+        chat = await read_chat(serving, principal, request_id, body)
         answer = ChatAnswer(
             request_id,
             int(time.time()),

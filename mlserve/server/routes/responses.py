@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from contextlib import AsyncExitStack
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from mlserve.server.chat_request import Chat, read_chat
+from mlserve.server.chat_request import read_chat
 from mlserve.server.generation import complete, opened, outputs_of, while_connected
 from mlserve.server.protocol.common import answers
 from mlserve.server.protocol.responses import ResponsesBody
@@ -28,13 +27,9 @@ async def create_response(
 ) -> Response:
     """Answer a conversation, in the form of OpenAI's Responses API. The response isn't kept."""
     request.state.user = body.safety_identifier or body.user
-
-    def read() -> Chat:
-        return read_chat(serving, principal, request_id, body.chat())
-
     async with AsyncExitStack() as held:
         held.enter_context(serving.gate.enter(principal))
-        chat = await asyncio.to_thread(read)
+        chat = await read_chat(serving, principal, request_id, body.chat())
         model = body.model or serving.model_name
         answer = ResponsesAnswer(
             request_id, int(time.time()), model, body, serving.tokenizer, chat.job.params, chat.make_parser

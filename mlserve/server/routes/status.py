@@ -13,7 +13,7 @@ from mlserve.engine.engine import Engine
 from mlserve.engine.stats import EngineStats
 from mlserve.server.errors import ApiError
 from mlserve.server.protocol.common import PLAIN_TEXT, error_responses
-from mlserve.server.serving import ServingDep
+from mlserve.server.serving import ObserverDep, ServingDep
 
 __all__ = ["engine_stats", "router"]
 
@@ -40,8 +40,8 @@ async def version() -> dict[str, str]:
     return {"version": __version__}
 
 
-@router.get("/metrics", response_class=Response, responses=error_responses(503) | PLAIN_TEXT)
-async def metrics(serving: ServingDep) -> Response:
+@router.get("/metrics", response_class=Response, responses=error_responses(403, 503) | PLAIN_TEXT)
+async def metrics(serving: ServingDep, _: ObserverDep) -> Response:
     """For Prometheus."""
     return Response(
         serving.metrics.exposition(await engine_stats(serving)), headers={"Content-Type": CONTENT_TYPE_PLAIN_1_0_0}

@@ -12,7 +12,7 @@ from mlserve.engine.prompt import render_chat
 from mlserve.errors import PromptError
 from mlserve.server.protocol.chat import MAX_MESSAGES, ChatMessage
 from mlserve.server.protocol.common import MAX_IDS, Body, error_responses
-from mlserve.server.serving import Serving, ServingDep
+from mlserve.server.serving import PrincipalDep, Serving, ServingDep
 
 __all__ = ["router"]
 
@@ -36,23 +36,25 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[StrictInt], Field(max_length=MAX_IDS, fail_fast=True)]
 
 
-@router.post("/tokenize", responses=error_responses(404))
-async def tokenize(body: TokenizeBody, serving: ServingDep) -> dict[str, Any]:
+@router.post("/tokenize", responses=error_responses(404, 429))
+async def tokenize(body: TokenizeBody, serving: ServingDep, principal: PrincipalDep) -> dict[str, Any]:
     """Token ids of a text or of a conversation."""
     serving.adapter_of(body.model)
-    tokens = await asyncio.to_thread(_encode, serving, body)
+    with serving.gate.enter(principal):
+        tokens = await asyncio.to_thread(_encode, serving, body)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": serving.limits.max_model_len}
 
 
-@router.post("/detokenize", responses=error_responses(404))
-async def detokenize(body: DetokenizeBody, serving: ServingDep) -> dict[str, str]:
+@router.post("/detokenize", responses=error_responses(404, 429))
+async def detokenize(body: DetokenizeBody, serving: ServingDep, principal: PrincipalDep) -> dict[str, str]:
     """The text of token ids, special ones included."""
     serving.adapter_of(body.model)
     wrong = [token for token in body.tokens if not 0 <= token < serving.limits.vocab_size]
     if wrong:
         size = serving.limits.vocab_size
         raise PromptError(f"token {wrong[0]} is out of range, the vocabulary has {size}: give ids from 0 to {size - 1}")
-    text = await asyncio.to_thread(serving.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    with serving.gate.enter(principal):
+        text = await asyncio.to_thread(serving.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return {"prompt": text}
 
 
