@@ -63,7 +63,8 @@ class CudaGraphRecorder:
             work()  # kernels are compiled and libraries take their workspaces, which no capture may do
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Threads that read adapters take page-locked memory meanwhile, which otherwise would spoil the capture.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             work()
         replay: Replay = graph.replay
         return replay

@@ -10,7 +10,7 @@ from tiny_adapters import base_shape, write_adapter
 from torch import Tensor
 
 from mlserve.adapters.dora import row_scales
-from mlserve.adapters.host import HostAdapter, HostWeights, host_adapter, read_host_adapter
+from mlserve.adapters.host import HostAdapter, HostWeights, _PackedWeights, host_adapter, read_host_adapter
 from mlserve.adapters.peft_format import read_adapter
 from mlserve.adapters.spec import AdapterLimits, AdapterSpec, BaseShape, LoraWeights, Module, Site
 from mlserve.errors import CorruptAdapterError
@@ -131,3 +131,27 @@ def test_nothing_of_the_spec_stays(plain: Path, shape: BaseShape) -> None:
     assert torch.equal(adapter.weights[Q].a, want)
     assert adapter.weights[Q].b.abs().sum() > 0
     assert adapter.weights[Q].a.data_ptr() == first.a.data_ptr()  # looks don't copy
+
+
+def test_packed_weights_elsewhere(shape: BaseShape) -> None:
+    """What is copied as one piece is taken apart as it was put together."""
+    lora = LoraWeights(torch.randn(3, 64), torch.randn(64, 3).half(), 0.5)
+    adapter = host_adapter(spec_of({Q: lora}), Weights(shape))
+    assert adapter.weights_on(torch.device("cpu")) is adapter.weights
+    assert isinstance(adapter.weights, _PackedWeights)
+    moved = adapter.weights.to(torch.device("cpu"))
+    assert torch.equal(moved[Q].a, lora.a)
+    assert torch.equal(moved[Q].b, lora.b.T)
+    assert moved[Q].b.dtype is torch.float16
+
+
+@pytest.mark.gpu
+def test_page_locked_weights_on_a_gpu(shape: BaseShape) -> None:
+    lora = LoraWeights(torch.randn(3, 64), torch.randn(64, 3).half(), 0.5)
+    adapter = host_adapter(spec_of({Q: lora}), Weights(shape), page_locked=True)
+    assert adapter.weights[Q].a.is_pinned()
+    assert adapter.num_bytes == 2048  # 768 + 384 bytes, in a power of 2
+    moved = adapter.weights_on(torch.device("cuda"))
+    assert (moved[Q].a.device.type, moved[Q].b.device.type) == ("cuda", "cuda")
+    assert torch.equal(moved[Q].a.cpu(), lora.a)
+    assert torch.equal(moved[Q].b.cpu(), lora.b.T)
