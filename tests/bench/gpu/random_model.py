@@ -107,4 +107,5 @@ def random_twins(rig: Rig, ops: Ops, recorder: GraphRecorder, free_bytes: int) -
     contents = [_random_adapter(rig, config, number) for number in range(NUM_CONTENTS)]
     for slot in range(scale.num_slots):
         slots.write(slot, contents[slot % NUM_CONTENTS])
+    slots.before_use(frozenset(range(scale.num_slots)))  # the adapters' own memory is given away when this returns
     return Twins(graphed, eager)

@@ -35,13 +35,17 @@ def decode(rig: Rig, twins: Twins, gpu: Device | None, report: Report, deadline:
         for count in (0, *(count for count in scale.adapters if count <= rows)):
             case = f"batch {rows}, {count} adapter{'s' * (count != 1)}"
             if deadline.is_over or rows * _blocks_of(rig) >= twins.num_blocks:
-                note = "no time left" if deadline.is_over else "too little memory"
-                report.add(Entry(DECODE, "decode", case, Outcome.SKIPPED, note=note))
+                report.add(_skipped(DECODE, "decode", case, deadline))
                 continue
             try:
                 report.add(_decode(rig, twins, gpu, rows, count, case))
             except Exception as error:
                 report.add(Entry(DECODE, "decode", case, Outcome.FAILED, note=reason(error)))
+
+
+def _skipped(phase: str, name: str, case: str, deadline: Deadline) -> Entry:
+    note = "no time left" if deadline.is_over else "too little memory"
+    return Entry(phase, name, case, Outcome.SKIPPED, note=note)
 
 
 def _blocks_of(rig: Rig) -> int:
@@ -102,8 +106,8 @@ def prefill(rig: Rig, twins: Twins, gpu: Device | None, report: Report, deadline
     for tokens, context in rig.scale.chunks:
         for count in (0, 1):
             case = f"{tokens} of {context}, {count} adapters"
-            if deadline.is_over:
-                report.add(Entry(PREFILL, "prefill", case, Outcome.SKIPPED, note="no time left"))
+            if deadline.is_over or -(-context // rig.scale.block_size) >= twins.num_blocks:
+                report.add(_skipped(PREFILL, "prefill", case, deadline))
                 continue
             try:
                 report.add(_prefill(rig, twins.eager, gpu, tokens, context, count, case))
