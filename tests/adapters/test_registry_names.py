@@ -93,7 +93,9 @@ def test_only_plain_names_are_looked_for_in_the_directory(make: Make, directory:
 
 
 def test_names_of_the_directory_are_suggested(make: Make, directory: Path) -> None:
+    (directory / "pirates").mkdir()  # what has no config is no adapter
     (directory / "pirate").mkdir()
+    (directory / "pirate" / "adapter_config.json").touch()
     with pytest.raises(AdapterNotFoundError, match="use 'pirate', or load it"):
         make(directory=directory).lease("pirat")
 
