@@ -24,8 +24,8 @@ class EmbeddingCache:
     """Embeddings by key, the least recently used evicted first, in at most `max_bytes`.
 
     Nobody waits for room: what doesn't fit is simply not kept, and is encoded again if it is needed again. So a full
-    cache never holds up a request, and requests that wait hold nothing. A key must cover all that the embeddings depend
-    on. Belongs to one thread.
+    cache never holds up a request. What a request still needs, `ImageEncoder` holds beside it. A key must cover all
+    that the embeddings depend on. Belongs to one thread.
     """
 
     def __init__(self, max_bytes: int) -> None:

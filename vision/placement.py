@@ -26,7 +26,7 @@ class Chunk:
     last: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PlacedImage:
     """One image of a prompt, or embeddings in its place. `key` names the embeddings: equal keys have equal ones."""
 

@@ -94,7 +94,7 @@ class ModelRunner:
         pieces = image_pieces(plan)
         if not pieces:
             return None
-        return image_rows(pieces, self.images.embeddings(image for image, _ in pieces), self._uploads)
+        return image_rows(pieces, self.images.embeddings(pieces), self._uploads)
 
     def _sample(self, plan: StepPlan[SequenceT], logits: Tensor, result: StepResult) -> None:
         sampled = self.sampler.sample(logits, [plan.sequences[row] for row in plan.sampled])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tiny_vision import write_tiny_vlm
 
 from mlserve import LLM, CapacityError, ConfigError, CorruptImageError, ImageLimitError, PromptError, RequestError
 from mlserve.engine.media import take_images
+from mlserve.engine.prompt import render_chat
 from mlserve.vision.image import DecodedImage
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_blocks": 256}
@@ -146,6 +148,24 @@ def test_encoding_is_skipped_and_batched(load: Callable[..., LLM], encoded: list
     assert encoded == [3]  # one batch, the picture that is there twice once
     llm.chat(conversations, GREEDY)
     assert encoded == [3]
+
+
+def test_what_later_chunks_need_is_held_beside_a_full_cache(load: Callable[..., LLM], encoded: list[int]) -> None:
+    llm = load(embedding_cache_memory=0, max_num_batched_tokens=5, max_num_seqs=2, enable_prefix_caching=False)
+    assert_eq(ask(llm, photograph()), ask(load(), photograph()))
+    assert encoded == [1, 1]  # once here, in however many chunks, and once by the other engine
+    assert llm.engine.images is not None
+    held = llm.engine.images.encoder._unfinished
+    assert len(held) == 0
+    messages, sources = take_images([{"role": "user", "content": [{"type": "image", "image": photograph(1)}]}])
+    ids = render_chat(messages, llm.engine.tokenizer, images=llm.engine.images.text)
+    images = llm.engine.images.identify(sources, None, allow_paths=False)
+    llm.engine.submit(llm.engine.prepare("gone", ids, GREEDY, images=images))
+    while not held:
+        llm.engine.step()
+    llm.engine.abort("gone")
+    gc.collect()
+    assert len(held) == 0
 
 
 def test_embeddings_as_input(load: Callable[..., LLM]) -> None:
