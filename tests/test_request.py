@@ -33,7 +33,7 @@ NUMBERS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "seed": ((0, 2**64 - 1, None), (-1, 2**64, 1.0, "7"), "an integer from 0 to 2**64 - 1, or None"),
     "logprobs": ((0, 64, None), (-1, 65, 1_000_000, True), "an integer from 0 to 64, or None"),
     "prompt_logprobs": ((0, 64, None), (-1, 65, 1.0), "an integer from 0 to 64, or None"),
-    "temperature": ((0, 1e-12, 1e-4, 0.7, 1e6), (NAN, INF, -1, -1e-9, 1e7, 10**400, "1", None, True), "a number from 0"),
+    "temperature": ((0, 1e-12, 0.7, 1e6), (NAN, INF, -1, -1e-9, 1e7, 10**400, "1", None, True), "a number from 0"),
     "top_p": ((1e-4, 1, 1.0), (0, -0.1, 1.0001, NAN, INF, None), "a number above 0, at most 1"),
     "min_p": ((0, 1, 0.05), (-0.1, 1.1, NAN, None), "a number from 0 to 1"),
     "repetition_penalty": ((0.01, 1, 100), (0, -1, NAN, INF, 1e-30, 101), "a number from 0.01 to 100"),
