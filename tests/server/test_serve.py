@@ -48,6 +48,11 @@ class Running:
         return [json.loads(line) for line in self.log.read_text().splitlines() if line]
 
 
+def _interruptible() -> None:
+    """Tests may run in the background of a shell, which has its children ignore interrupts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def running(model: Path, log: Path, *options: str) -> Iterator[Running]:
     """`mlserve serve`, once it says where it listens."""
@@ -65,7 +70,9 @@ def running(model: Path, log: Path, *options: str) -> Iterator[Running]:
     ]
     with (
         log.open("w") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, preexec_fn=_interruptible
+        ) as process,
     ):
         try:
             assert process.stdout is not None
