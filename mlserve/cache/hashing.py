@@ -30,7 +30,7 @@ BlockKey = NewType("BlockKey", bytes)
 
 _DOMAIN = b"mlserve kv block"
 _HASH_VERSION = 1  # raise it whenever a key would come out differently for the same block
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
 
 
 class BlockHash(Protocol):
@@ -106,7 +106,7 @@ class BlockHasher:
         if first >= last:
             return
         packed = pack_tokens(token_ids[first * block_size : last * block_size])
-        stride = _TOKEN_BYTES * block_size
+        stride = TOKEN_BYTES * block_size
         blocks = [packed[at : at + stride] for at in range(0, len(packed), stride)]
         for begin, end, encodings in encode_runs(marks, first, last, block_size):
             run = slice(begin - first, end - first)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mlserve.cache.hashing import TOKEN_BYTES
 from mlserve.cache.manager import CacheManager
 from mlserve.cache.marks import MarkKind, decode_marks, encode_marks
 
 __all__ = ["BlockState", "BlockView", "pool_map"]
-
-TOKEN_BYTES = 4
 
 
 class BlockState(StrEnum):

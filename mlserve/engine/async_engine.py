@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mlserve.engine.engine import Engine
 from mlserve.engine.media import GivenImage
@@ -18,6 +19,8 @@ from mlserve.request import RequestOptions, SamplingParams, StreamOutput
 __all__ = ["AsyncEngine"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _DEFAULTS = RequestOptions()
 
@@ -110,21 +113,21 @@ class AsyncEngine:
             if not done:
                 self._commands.put(lambda: self._abort(request_id, listener))
 
-    async def call(self, action: Callable[[Engine], object]) -> object:
+    async def call(self, action: Callable[[Engine], T]) -> T:
         """Run `action(engine)` between two steps, in the engine's thread, and return what it returns.
 
         Raises what it raises, and `MlserveError` if the engine is closed.
         """
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[object] = loop.create_future()
+        future: asyncio.Future[T] = loop.create_future()
 
         def run() -> None:
             try:
                 value = action(self._engine)
             except Exception as error:
-                _call_in(loop, _settle, future, None, error)
+                _call_in(loop, _fail, future, error)
             else:
-                _call_in(loop, _settle, future, value, None)
+                _call_in(loop, _fulfil, future, value)
 
         self._enqueue(run)
         return await future
@@ -205,10 +208,11 @@ def _unpack(parcel: _Parcel) -> None:
         queue_.put_nowait(output)
 
 
-def _settle(future: asyncio.Future[object], value: object, error: Exception | None) -> None:
-    if future.cancelled():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
+def _fulfil(future: asyncio.Future[T], value: T) -> None:
+    if not future.cancelled():
         future.set_result(value)
+
+
+def _fail(future: asyncio.Future[T], error: Exception) -> None:
+    if not future.cancelled():
+        future.set_exception(error)

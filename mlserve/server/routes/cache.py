@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from mlserve.cache.pool_map import BlockView, pool_map
+from mlserve.cache.pool_map import pool_map
 from mlserve.engine.engine import Engine
 from mlserve.server.protocol.common import error_responses
 from mlserve.server.routes.status import engine_stats
@@ -41,7 +41,7 @@ async def cache_blocks(serving: ServingDep, _: ObserverDep) -> dict[str, Any]:
 
     Adapters and images are numbers, or null: places in the lists of digests that come with it.
     """
-    views: list[BlockView] = await serving.engine.call(lambda engine: pool_map(engine.cache))  # type: ignore[assignment]
+    views = await serving.engine.call(lambda engine: pool_map(engine.cache))
     names = {info.digest: info.name for info in serving.adapters.list() if info.digest is not None}
     adapters, images = _numbered(view.adapter for view in views), _numbered(view.image for view in views)
     return {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_PLAIN_1_0_0
@@ -13,7 +11,7 @@ from mlserve.engine.engine import Engine
 from mlserve.engine.stats import EngineStats
 from mlserve.server.errors import ApiError
 from mlserve.server.protocol.common import PLAIN_TEXT, error_responses
-from mlserve.server.serving import ObserverDep, ServingDep
+from mlserve.server.serving import ObserverDep, Serving, ServingDep
 
 __all__ = ["engine_stats", "router"]
 
@@ -48,7 +46,6 @@ async def metrics(serving: ServingDep, _: ObserverDep) -> Response:
     )
 
 
-async def engine_stats(serving: Any) -> EngineStats:
+async def engine_stats(serving: Serving) -> EngineStats:
     """The engine's figures, between two steps."""
-    stats: EngineStats = await serving.engine.call(Engine.stats)
-    return stats
+    return await serving.engine.call(Engine.stats)
