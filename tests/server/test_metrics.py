@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from engines import make_engine
 from fake_adapters import FakeRegistry, fake_adapter
-from fakes import ContextRunner
 from http_answers import PROMPT
 from http_server import MODEL, Served, served
 from prometheus_client.parser import text_string_to_metric_families
+from streaming import SlowRunner
 
 from mlserve.engine.tokenizer import Tokenizer
 from mlserve.server import metrics
@@ -22,7 +22,7 @@ from mlserve.server.metrics import Metrics
 def server(tokenizer: Tokenizer) -> Iterator[Served]:
     registry = FakeRegistry(a=fake_adapter("a"))
     engine = make_engine(
-        ContextRunner(128, 4), tokenizer, num_blocks=64, vocab_size=tokenizer.vocab_size, adapters=registry
+        SlowRunner(128, 4), tokenizer, num_blocks=64, vocab_size=tokenizer.vocab_size, adapters=registry
     )
     with served(engine) as server:
         yield server
