@@ -168,16 +168,6 @@ class Attention {
 
 }  // namespace
 
-float* thread_scratch(int64_t count) {
-  thread_local AlignedFloats scratch;
-  thread_local int64_t size = 0;
-  if (size < count) {
-    scratch = aligned_floats(count);
-    size = count;
-  }
-  return scratch.get();
-}
-
 void scale_queries(const AttentionTask& task, Heads q, int64_t head_dim, float scale, float* scaled) {
   for (int64_t r = 0; r < task.rows(); ++r) {
     const float* row = q.data + (task.first_query + r / task.heads) * q.token_stride +

@@ -3,11 +3,9 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
-#include <new>
 
 #include "kernels.h"
+#include "scratch.h"
 
 namespace mlserve {
 
@@ -50,21 +48,6 @@ void softmax_row(float* scores, int64_t hidden, int64_t count, const AttentionOp
 
 // scaled[row, :] = scale * its query, for a task's rows
 void scale_queries(const AttentionTask& task, Heads q, int64_t head_dim, float scale, float* scaled);
-
-struct Free {
-  void operator()(float* p) const { std::free(p); }
-};
-using AlignedFloats = std::unique_ptr<float[], Free>;
-
-// Uninitialised, and aligned to cache lines: a vector that straddles two lines costs two loads.
-inline AlignedFloats aligned_floats(int64_t count) {
-  auto* p = static_cast<float*>(std::aligned_alloc(64, divide_up(count, 16) * 64));
-  if (!p) throw std::bad_alloc();
-  return AlignedFloats(p);
-}
-
-// A buffer of the calling thread that only grows; what it holds is undefined.
-float* thread_scratch(int64_t count);
 
 // Where the keys [begin, begin + count) of a sequence stand, for KV head 0; Values stand kv.value_offset
 // later. rows[count ..] up to a multiple of 8 repeat the last row, so that kernels may over-read safely.

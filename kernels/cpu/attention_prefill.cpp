@@ -98,7 +98,8 @@ class QueryTile {
       const int64_t hidden_queries = first_query_that_sees(first_key + j);
       for (int64_t r = hidden_queries * task_.heads; r < rows_; r += kTileRows) {
         const float* panel = keys_ + j * head_dim_;
-        multiply_tile(std::min<int64_t>(kTileRows, rows_ - r),
+        multiply_tile<RowLayout::kRows>(
+            std::min<int64_t>(kTileRows, rows_ - r),
                       TileArgs<float>{.x = q_ + r * head_dim_,
                                       .x_stride = head_dim_,
                                       .panel = panel,
@@ -133,7 +134,7 @@ class QueryTile {
       for (int64_t r = 0; r < rows_; r += kTileRows) {
         const int64_t rows = std::min<int64_t>(kTileRows, rows_ - r);
         float* out = state_.out + r * width_ + d;
-        multiply_tile(rows, TileArgs<float>{.x = scores_ + r * kKeyTile,
+        multiply_tile<RowLayout::kRows>(rows, TileArgs<float>{.x = scores_ + r * kKeyTile,
                                             .x_stride = kKeyTile,
                                             .panel = panel,
                                             .depth = std::max<int64_t>(visible(r + rows - 1, first_key, count).end, 0),

@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "panels.h"
 #include "parallel.h"
+#include "scratch.h"
 
 namespace mlserve {
 namespace {
@@ -17,12 +18,16 @@ namespace {
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kChunkBytes = std::size_t{64} << 20;
 
-// Rows of x that one task keeps in its L2 cache, and the depth of a panel that it multiplies them by at a time. From 48
-// to 192 rows and from 300 to 576 deep the speed differs by less than its noise.
-constexpr int64_t kMaxTaskRows = 192;
-constexpr int64_t kMaxDepth = 576;
-// Few rows: weights a task streams before it asks for more work.
-constexpr int64_t kTaskBytes = 128 << 10;
+// Tiles of rows that one task keeps in its L2 cache while it goes through panels.
+constexpr int64_t kTaskTiles = 36 / kTileRows;
+// Up to so many rows are packed once for all tasks; beyond that each task packs its own, and the memory stays bounded.
+constexpr int64_t kSharedRows = 288;
+constexpr int64_t kPackSerially = 16 << 10;  // numbers that one thread has packed before a second is woken
+// Weights that a task goes through before it asks for more work. At its end it has fetched a panel that another thread
+// may need, so many small tasks waste memory bandwidth.
+constexpr int64_t kTaskBytes = 320 << 10;
+// Beyond kSharedRows: parts of the panels.
+constexpr int64_t kPanelParts = 2;
 
 struct Range {
   int64_t begin, end;
@@ -33,69 +38,100 @@ Range part(int64_t total, int64_t count, int64_t index) {
   return {total * index / count, total * (index + 1) / count};
 }
 
+// packed[k, row] = x[row, k]
+void pack_rows(ConstRows x, int64_t depth, float* packed) {
+  int64_t m = 0;
+  for (; m + 4 <= x.rows; m += 4) {
+    const float* row = x.data + m * x.stride;
+    int64_t k = 0;
+    for (; k + 4 <= depth; k += 4) {
+      __m128 a = _mm_loadu_ps(row + k), b = _mm_loadu_ps(row + x.stride + k);
+      __m128 c = _mm_loadu_ps(row + 2 * x.stride + k), d = _mm_loadu_ps(row + 3 * x.stride + k);
+      _MM_TRANSPOSE4_PS(a, b, c, d);
+      float* to = packed + k * x.rows + m;
+      _mm_storeu_ps(to, a);
+      _mm_storeu_ps(to + x.rows, b);
+      _mm_storeu_ps(to + 2 * x.rows, c);
+      _mm_storeu_ps(to + 3 * x.rows, d);
+    }
+    for (; k < depth; ++k) {
+      for (int i = 0; i < 4; ++i) packed[k * x.rows + m + i] = row[i * x.stride + k];
+    }
+  }
+  for (; m < x.rows; ++m) {
+    for (int64_t k = 0; k < depth; ++k) packed[k * x.rows + m] = x.data[m * x.stride + k];
+  }
+}
+
 template <class T>
 class LinearTask {
  public:
   LinearTask(ConstRows x, const PackedLinear& w, float* y)
       : x_(x), y_(y), out_(w.out_features), in_(w.in_features), panels_(static_cast<const T*>(w.panels.get())),
-        bias_(static_cast<const float*>(w.bias.get())) {}
+        bias_(static_cast<const float*>(w.bias.get())), tiles_(divide_up(x.rows, kTileRows)) {}
 
-  // y[rows, columns of the panels] = bias + x[rows] @ panels
-  void multiply(Range rows, Range panels) const {
-    const int64_t tiles = divide_up(rows.size(), kTileRows);
-    const int64_t depth_parts = tiles == 1 ? 1 : divide_up(in_, kMaxDepth);
-    for (int64_t d = 0; d < depth_parts; ++d) {
-      const Range depth = part(in_, depth_parts, d);
-      for (int64_t p = panels.begin; p < panels.end; ++p) {
-        for (int64_t t = 0; t < tiles; ++t) {
-          const Range tile = part(rows.size(), tiles, t);
-          multiply_tile_of(p, {rows.begin + tile.begin, rows.begin + tile.end}, depth,
-                           prefetch_share(p, depth, tiles, t));
-        }
+  // The rows of x are cut into near-equal tiles.
+  int64_t tiles() const { return tiles_; }
+  Range rows_of(int64_t tile) const { return part(x_.rows, tiles_, tile); }
+
+  // Writes a tile depth-major: packed[k, row] = x[row, k]
+  void pack(int64_t tile, float* packed) const {
+    const Range rows = rows_of(tile);
+    pack_rows({x_.data + rows.begin * x_.stride, rows.size(), x_.stride}, in_, packed);
+  }
+
+  // y = bias + x @ panels for some tiles, packed one after the other
+  void multiply_packed(Range tiles, const float* packed, Range panels) const {
+    const int64_t first_row = rows_of(tiles.begin).begin;
+    for (int64_t p = panels.begin; p < panels.end; ++p) {
+      for (int64_t t = tiles.begin; t < tiles.end; ++t) {
+        const Range rows = rows_of(t);
+        multiply_tile_of<RowLayout::kPacked>(p, rows, packed + (rows.begin - first_row) * in_,
+                                             next_panel_share(p, tiles.size(), t - tiles.begin));
       }
     }
   }
 
- private:
-  const T* weights(int64_t panel, int64_t k) const { return panels_ + (panel * in_ + k) * kPanelColumns; }
-
-  // While few rows meet a panel, the next one comes in from memory: each tile fetches its share, so that arithmetic
-  // and memory overlap. A single tile is bound by memory alone, where the hardware's own prefetcher does best.
-  Prefetch prefetch_share(int64_t panel, Range depth, int64_t tiles, int64_t tile) const {
-    if (tiles == 1) return {reinterpret_cast<const char*>(weights(panel, 0)), 0};
-    const int64_t stride = kPanelColumns * static_cast<int64_t>(sizeof(T)) / tiles;
-    const char* next = reinterpret_cast<const char*>(weights(panel + 1, depth.begin));
-    return {next + tile * stride * depth.size(), stride};
+  // The same for a single tile, all rows of x as they lie. It is bound by memory alone, where the hardware's own
+  // prefetcher does best.
+  void multiply_rows(Range panels) const {
+    for (int64_t p = panels.begin; p < panels.end; ++p) {
+      multiply_tile_of<RowLayout::kRows>(p, {0, x_.rows}, x_.data, {reinterpret_cast<const char*>(weights(p)), 0});
+    }
   }
 
-  void multiply_tile_of(int64_t panel, Range rows, Range depth, Prefetch prefetch) const {
+ private:
+  const T* weights(int64_t panel) const { return panels_ + panel * in_ * kPanelColumns; }
+
+  // While rows meet a panel, the next one comes in from memory: each tile fetches its share, so that arithmetic and
+  // memory overlap.
+  Prefetch next_panel_share(int64_t panel, int64_t tiles, int64_t tile) const {
+    constexpr int64_t bytes = kUnroll<RowLayout::kPacked> * kPanelColumns * sizeof(T);
+    const int64_t stride = bytes / tiles, fetches = in_ / kUnroll<RowLayout::kPacked>;
+    return {reinterpret_cast<const char*>(weights(panel + 1)) + tile * stride * fetches, stride};
+  }
+
+  template <RowLayout layout>
+  void multiply_tile_of(int64_t panel, Range rows, const float* x, Prefetch prefetch) const {
     const int64_t column = panel * kPanelColumns;
     float* y = y_ + rows.begin * out_ + column;
-    float edge[kTileRows * kPanelColumns];  // stands in for y where the last panel is wider than y
     const int64_t columns = std::min<int64_t>(kPanelColumns, out_ - column);
     const bool whole = columns == kPanelColumns;
-    if (!whole) std::memset(edge, 0, sizeof(edge));
-    TileArgs<T> args{.x = x_.data + rows.begin * x_.stride + depth.begin,
-                     .x_stride = x_.stride,
-                     .panel = weights(panel, depth.begin),
-                     .depth = depth.size(),
-                     .start = bias_ ? bias_ + column : kZeroColumns,
-                     .start_stride = 0,
-                     .y = whole ? y : edge,
-                     .y_stride = whole ? out_ : kPanelColumns,
-                     .prefetch = prefetch};
-    if (depth.begin > 0) {
-      if (!whole) copy_columns(y, out_, edge, kPanelColumns, rows.size(), columns);
-      args.start = args.y;
-      args.start_stride = args.y_stride;
-    }
-    multiply_tile(rows.size(), args);
-    if (!whole) copy_columns(edge, kPanelColumns, y, out_, rows.size(), columns);
+    float edge[kTileRows * kPanelColumns];  // stands in for y where the last panel is wider than y
+    multiply_tile<layout>(rows.size(), TileArgs<T>{.x = x,
+                                                   .x_stride = x_.stride,
+                                                   .panel = weights(panel),
+                                                   .depth = in_,
+                                                   .start = bias_ ? bias_ + column : kZeroColumns,
+                                                   .start_stride = 0,
+                                                   .y = whole ? y : edge,
+                                                   .y_stride = whole ? out_ : kPanelColumns,
+                                                   .prefetch = prefetch});
+    if (!whole) copy_columns(edge, y, rows.size(), columns);
   }
 
-  static void copy_columns(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t rows,
-                           int64_t columns) {
-    for (int64_t m = 0; m < rows; ++m) std::memcpy(to + m * to_stride, from + m * from_stride, columns * sizeof(float));
+  void copy_columns(const float* edge, float* y, int64_t rows, int64_t columns) const {
+    for (int64_t m = 0; m < rows; ++m) std::memcpy(y + m * out_, edge + m * kPanelColumns, columns * sizeof(float));
   }
 
   ConstRows x_;
@@ -103,6 +139,7 @@ class LinearTask {
   int64_t out_, in_;
   const T* panels_;
   const float* bias_;
+  int64_t tiles_;
 };
 
 template <class T>
@@ -111,6 +148,12 @@ void pack_panel(const T* weight, int64_t rows, int64_t in, T* panel) {
     T* slot = panel + column_slot<T>(j);
     for (int64_t k = 0; k < in; ++k) slot[k * kPanelColumns] = j < rows ? weight[j * in + k] : T{};
   }
+}
+
+// Tasks of about kTaskBytes, as many for one thread as for another.
+int64_t rounds_of_tasks(int64_t bytes) {
+  const int64_t round = max_threads() * kTaskBytes;
+  return max_threads() * std::max<int64_t>((bytes + round / 2) / round, 1);
 }
 
 }  // namespace
@@ -152,16 +195,36 @@ PackedLinear pack_linear(WeightArena& arena, DType dtype, const void* weight, in
 }
 
 void linear(ConstRows x, const PackedLinear& w, float* y) {
-  const int64_t panels = divide_up(w.out_features, kPanelColumns);
-  const int64_t row_parts = divide_up(x.rows, kMaxTaskRows);
-  const int64_t bytes = panels * kPanelColumns * w.in_features * item_size(w.dtype);
-  // many rows: enough tasks to balance the threads, few enough to use each block of x often
-  const int64_t panel_parts = std::clamp<int64_t>(row_parts > 1 ? 8 : bytes / kTaskBytes, 1, std::min<int64_t>(panels, 256));
+  const int64_t panels = divide_up(w.out_features, kPanelColumns), in = w.in_features;
+  const int64_t bytes = panels * kPanelColumns * in * item_size(w.dtype);
+  const int64_t panel_parts = std::min(rounds_of_tasks(bytes), panels);
   with_type(w.dtype, [&](auto type) {
     const LinearTask<decltype(type)> task(x, w, y);
-    parallel_for(row_parts * panel_parts, x.rows * bytes > (64 << 10), [&](int64_t i) {
-      task.multiply(part(x.rows, row_parts, i / panel_parts), part(panels, panel_parts, i % panel_parts));
-    });
+    const int64_t tiles = task.tiles(), row_parts = divide_up(tiles, kTaskTiles);
+    if (tiles == 1) {
+      parallel_for(panel_parts, x.rows * bytes > (64 << 10),
+                   [&](int64_t i) { task.multiply_rows(part(panels, panel_parts, i)); });
+    } else if (x.rows <= kSharedRows) {
+      float* packed = thread_scratch(x.rows * in);
+      parallel_for(tiles, x.rows * in > kPackSerially,
+                   [&](int64_t t) { task.pack(t, packed + task.rows_of(t).begin * in); });
+      parallel_for(row_parts * panel_parts, true, [&](int64_t i) {
+        const Range part_tiles = part(tiles, row_parts, i % row_parts);
+        task.multiply_packed(part_tiles, packed + task.rows_of(part_tiles.begin).begin * in,
+                             part(panels, panel_parts, i / row_parts));
+      });
+    } else {
+      parallel_for(row_parts * kPanelParts, true, [&](int64_t i) {
+        const Range part_tiles = part(tiles, row_parts, i / kPanelParts);
+        float* packed = thread_scratch(kTaskTiles * kTileRows * in);
+        float* end = packed;
+        for (int64_t t = part_tiles.begin; t < part_tiles.end; ++t) {
+          task.pack(t, end);
+          end += task.rows_of(t).size() * in;
+        }
+        task.multiply_packed(part_tiles, packed, part(panels, kPanelParts, i % kPanelParts));
+      });
+    }
   });
 }
 

@@ -1,8 +1,8 @@
 // The one inner product of all matrix work: float32 rows times a panel of 16 columns.
 //
 // A panel holds 16 columns of a matrix, depth-major: for each k, 16 numbers in one or two cache lines. Weights are laid
-// out so once, when a model is loaded; attention lays out tiles of keys and values so. The tile of 6 rows x 16 columns
-// keeps 12 accumulators in registers and needs 8 loads for 12 FMAs, so it runs at the FMA units' limit.
+// out so once, when a model is loaded; attention lays out tiles of keys and values so. A tile of a few rows x 16 columns
+// keeps its sums in registers and runs at the FMA units' limit (BLIS, Van Zee and van de Geijn 2015).
 //
 // Every element is summed over k in order in one accumulator, whatever the number of rows: a row's result has the same
 // bits alone and in any batch.
@@ -10,51 +10,32 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
-#include "simd.h"
+#include "columns.h"
 
 namespace mlserve {
 
-constexpr int kPanelColumns = 16;
-constexpr int kTileRows = 6;
 alignas(64) inline constexpr float kZeroColumns[kPanelColumns] = {};
 
-// Where column j of a panel stands among its 16 numbers. bf16 columns j and j + 8 share 32 bits, so that a shift and a
-// mask widen 16 of them.
-template <class T>
-constexpr int column_slot(int j) {
-  return j;
-}
-template <>
-constexpr int column_slot<BFloat16>(int j) {
-  return j < kLanes ? 2 * j : 2 * (j - kLanes) + 1;
-}
-
-inline void load_columns(const float* p, Vec& low, Vec& high) {
-  low = load(p);
-  high = load(p + kLanes);
-}
-inline void load_columns(const BFloat16* p, Vec& low, Vec& high) {
-  const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  low = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
-  high = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
-}
-inline void load_columns(const Float16* p, Vec& low, Vec& high) {
-  low = load(p);
-  high = load(p + kLanes);
-}
-
-// Memory to fetch while a tile is computed: one line each step, `stride` bytes apart.
+// Memory to fetch while a tile is computed: a line each time, `stride` bytes apart.
 struct Prefetch {
   const char* at;
   int64_t stride;
 };
 
+// How a tile's rows lie: as rows, or depth-major like a panel, [depth][rows], so that they are one stream to read.
+enum class RowLayout { kRows, kPacked };
+
+// Steps along the depth for one line to fetch, and for one test of the loop's end.
+template <RowLayout layout>
+constexpr int kUnroll = layout == RowLayout::kPacked ? 2 : 1;
+
 template <class T>
 struct TileArgs {
-  const float* x;  // [rows, depth]
-  int64_t x_stride;
-  const T* panel;  // [depth, 16]
+  const float* x;    // [rows, depth], or packed
+  int64_t x_stride;  // from row to row; not used if they are packed
+  const T* panel;    // [depth, 16]
   int64_t depth;
   const float* start;  // [rows, 16]: what the sums start from (a bias with stride 0, or y itself)
   int64_t start_stride;
@@ -63,49 +44,49 @@ struct TileArgs {
   Prefetch prefetch;
 };
 
-template <int kRows, class T>
+template <int kRows, RowLayout layout, class T>
 inline void multiply_rows(const TileArgs<T>& t) {
-  Vec sums[kRows][2];
-#pragma GCC unroll 8
-  for (int m = 0; m < kRows; ++m) {
-    sums[m][0] = load(t.start + m * t.start_stride);
-    sums[m][1] = load(t.start + m * t.start_stride + kLanes);
-  }
+  constexpr bool packed = layout == RowLayout::kPacked;
+  Columns sums[kRows];
+#pragma GCC unroll 12
+  for (int m = 0; m < kRows; ++m) sums[m] = load_columns(t.start + m * t.start_stride);
   const float* x = t.x;
   const T* panel = t.panel;
   const char* ahead = t.prefetch.at;
-  for (int64_t k = 0; k < t.depth; ++k) {
-    Vec low, high;
-    load_columns(panel, low, high);
-#pragma GCC unroll 8
+  const auto step = [&](int u) __attribute__((always_inline)) {
+    asm("" : "+r"(panel), "+r"(x));  // or GCC loads for the steps to come until it has to spill sums
+    const Columns columns = load_columns(panel + u * kPanelColumns);
+#pragma GCC unroll 12
     for (int m = 0; m < kRows; ++m) {
-      const Vec value = _mm256_broadcast_ss(x + m * t.x_stride);
-      sums[m][0] = fma(value, low, sums[m][0]);
-      sums[m][1] = fma(value, high, sums[m][1]);
+      sums[m] = add_product(packed ? x[u * kRows + m] : x[m * t.x_stride + u], columns, sums[m]);
     }
+  };
+  const auto advance = [&](int steps) __attribute__((always_inline)) {
+    panel += steps * kPanelColumns;
+    x += packed ? steps * kRows : steps;
+  };
+  int64_t k = 0;
+  for (; k + kUnroll<layout> <= t.depth; k += kUnroll<layout>) {
+#pragma GCC unroll 4
+    for (int u = 0; u < kUnroll<layout>; ++u) step(u);
     _mm_prefetch(ahead, _MM_HINT_T0);
     ahead += t.prefetch.stride;
-    panel += kPanelColumns;
-    ++x;
+    advance(kUnroll<layout>);
   }
-#pragma GCC unroll 8
-  for (int m = 0; m < kRows; ++m) {
-    store(t.y + m * t.y_stride, sums[m][0]);
-    store(t.y + m * t.y_stride + kLanes, sums[m][1]);
+  for (; k < t.depth; ++k) {
+    step(0);
+    advance(1);
   }
+#pragma GCC unroll 12
+  for (int m = 0; m < kRows; ++m) store_columns(t.y + m * t.y_stride, sums[m]);
 }
 
-// y = start + x @ panel for 1 to 6 rows.
-template <class T>
+// y = start + x @ panel for 1 to kTileRows rows.
+template <RowLayout layout, class T>
 inline void multiply_tile(int64_t rows, const TileArgs<T>& t) {
-  switch (rows) {
-    case 1: return multiply_rows<1>(t);
-    case 2: return multiply_rows<2>(t);
-    case 3: return multiply_rows<3>(t);
-    case 4: return multiply_rows<4>(t);
-    case 5: return multiply_rows<5>(t);
-    default: return multiply_rows<6>(t);
-  }
+  [&]<int... kFewer>(std::integer_sequence<int, kFewer...>) {
+    ((rows == kFewer + 1 && (multiply_rows<kFewer + 1, layout>(t), true)) || ...);
+  }(std::make_integer_sequence<int, kTileRows>{});
 }
 
 }  // namespace mlserve

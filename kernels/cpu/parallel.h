@@ -1,9 +1,13 @@
 // Loops over torch's own thread pool.
 #pragma once
 
+#include <omp.h>
+
 #include <cstdint>
 
 namespace mlserve {
+
+inline int64_t max_threads() { return omp_get_max_threads(); }
 
 // Runs task(0) .. task(count - 1), each once, in any order; serially unless `worth_it`: waking the pool costs a few
 // microseconds. Tasks are handed out one by one, so that a thread that another process holds up doesn't hold up the rest.
