@@ -23,17 +23,15 @@ from filelock import FileLock
 
 from mlserve.errors import KernelBuildError
 
-__all__ = ["load_extension"]
+__all__ = ["compiler_flags", "load_extension"]
 
 logger = logging.getLogger(__name__)
 
 MODULE_NAME = "mlserve_cpu"
-# What AVX2, FMA and F16C come with; no -march=native, as a home folder may be shared by different machines.
-COMPILER_FLAGS = ["-O3", "-std=c++20", "-march=x86-64-v3", "-fopenmp", "-fvisibility=hidden"]
 
 
 def load_extension() -> ModuleType:
-    """The native operations, built first if this machine hasn't built them yet.
+    """The native operations, built first if this machine hasn't built them yet: with AVX-512 where torch uses it.
 
     Raises KernelBuildError if the processor lacks AVX2, or there is no compiler, or it fails.
     """
@@ -51,6 +49,19 @@ def load_extension() -> ModuleType:
                 "folder that you may write to, or use kernels='reference'"
             ) from error
     return _import(library)
+
+
+def compiler_flags(capability: str) -> list[str]:
+    """For a processor of this capability, as torch names it: "AVX512", else AVX2 with FMA and F16C.
+
+    Not -march=native, as a home folder may be shared by different machines.
+    """
+    level = "x86-64-v4" if capability.startswith("AVX512") else "x86-64-v3"
+    return ["-O3", "-std=c++20", f"-march={level}", "-fopenmp", "-fvisibility=hidden"]
+
+
+def _flags() -> list[str]:
+    return compiler_flags(torch.backends.cpu.get_cpu_capability())
 
 
 def _check_machine() -> None:
@@ -75,7 +86,7 @@ def _build_key() -> str:
     digest = hashlib.sha256()
     for path in [*_sources(), *sorted(Path(__file__).parent.glob("*.h"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    digest.update(repr((COMPILER_FLAGS, torch.__version__, torch.version.cuda, sys.version)).encode())
+    digest.update(repr((_flags(), torch.__version__, torch.version.cuda, sys.version)).encode())
     return digest.hexdigest()[:16]
 
 
@@ -114,7 +125,7 @@ def _compile(folder: Path) -> Path:
             load(
                 name=MODULE_NAME,
                 sources=[str(path) for path in _sources()],
-                extra_cflags=COMPILER_FLAGS,
+                extra_cflags=_flags(),
                 extra_ldflags=_openmp_flags(),
                 build_directory=str(folder),
                 is_python_module=False,

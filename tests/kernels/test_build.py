@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from mlserve.errors import KernelBuildError
 from mlserve.kernels.cpu import build
@@ -40,6 +41,17 @@ def test_a_processor_without_avx2_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "DEFAULT")
     with pytest.raises(KernelBuildError, match="AVX2"):
         CpuOps()
+
+
+@pytest.mark.parametrize(("capability", "level"), [("AVX2", "x86-64-v3"), ("AVX512", "x86-64-v4")])
+def test_each_kind_of_processor_has_a_library_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capability: str, level: str
+) -> None:
+    usual = build._build_key()
+    here = torch.backends.cpu.get_cpu_capability()
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    assert f"-march={level}" in build.compiler_flags(capability)
+    assert (build._build_key() == usual) == (capability == here)
 
 
 def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -103,7 +115,7 @@ def test_an_interrupted_build_is_built_again(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_sources_and_flags_name_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     key = build._build_key()
-    monkeypatch.setattr(build, "COMPILER_FLAGS", ["-O1"])
+    monkeypatch.setattr(build, "compiler_flags", lambda capability: ["-O1"])
     assert build._build_key() != key
 
 
