@@ -13,7 +13,7 @@ __all__ = ["CpuOps"]
 
 
 class CpuOps:
-    """C++ with AVX2 or AVX-512, on torch's threads. Weights and KV are float32, bfloat16 or float16; arithmetic is float32.
+    """C++ with AVX2 or AVX-512, on torch's threads. Weights and KV in float32, bfloat16 or float16; float32 arithmetic.
 
     `pack_linear` lays the weight out anew in memory of its own: drop the original, or it is held twice. A row's result
     doesn't depend, to the bit, on which other rows or sequences share a call. Head sizes are multiples of 8.
