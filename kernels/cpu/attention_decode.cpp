@@ -1,5 +1,8 @@
 // Attention of one query per sequence: bound by reading KV once, so all heads that share a KV head take each key and
 // value from registers, three heads at a time, and memory is read in the order in which it lies.
+//
+// The hardware doesn't guess that one block follows another, so lines are asked for ahead, a few with every product, as
+// a processor waits for few at once: values of a tile while its keys are scored, keys of the next while values are added.
 #include <algorithm>
 #include <cmath>
 
@@ -14,13 +17,21 @@ constexpr int64_t kKeyStep = 4;
 
 template <class T>
 struct KeyTile {
-  const T* rows[kTile];  // as of find_keys
+  const T* rows[kTile];  // as of find_keys; those from `count` on repeat the last
   int64_t count;
 };
 
-// scores[h][0..4) = q[h] . keys[0..4)
+// Inlined, as GCC drops calls of functions that only prefetch.
+template <class T>
+__attribute__((always_inline)) inline void prefetch_line(const T* row, int64_t element) {
+  constexpr int64_t line = 64 / sizeof(T);
+  if (element % line == 0) _mm_prefetch(reinterpret_cast<const char*>(row + element), _MM_HINT_T0);
+}
+
+// scores[h][0..4) = q[h] . keys[0..4), and fetches these keys' values.
 template <int kHeads, class T>
-inline void score(const float* q, int64_t head_dim, const T* const* keys, int64_t offset, float* scores) {
+inline void score(const float* q, int64_t head_dim, const T* const* keys, int64_t offset, int64_t value_offset,
+                  float* scores) {
   Vec sums[kHeads][kKeyStep];
   for (auto& head : sums) head[0] = head[1] = head[2] = head[3] = zero();
   for (int64_t d = 0; d < head_dim; d += kLanes) {
@@ -30,6 +41,7 @@ inline void score(const float* q, int64_t head_dim, const T* const* keys, int64_
 #pragma GCC unroll 4
     for (int i = 0; i < kKeyStep; ++i) {
       const Vec key = load(keys[i] + offset + d);
+      prefetch_line(keys[i] + offset + value_offset, d);
 #pragma GCC unroll 3
       for (int h = 0; h < kHeads; ++h) sums[h][i] = fma(query[h], key, sums[h][i]);
     }
@@ -40,14 +52,24 @@ inline void score(const float* q, int64_t head_dim, const T* const* keys, int64_
   }
 }
 
-// out[h] += sum over j of weights[h][j] * value[j], for kVecs vectors of the head
+// A tile's values of a KV head, and the keys to fetch meanwhile.
+template <class T>
+struct Values {
+  const KeyTile<T>& tile;
+  int64_t offset;
+  const KeyTile<T>& next;
+  int64_t next_offset;
+};
+
+// out[h] += sum over j of weights[h][j] * value[j], for the kVecs vectors of the head from d on; fetches keys of `next`.
 template <int kHeads, int kVecs, class T>
-inline void add_vectors(const float* weights, const KeyTile<T>& tile, int64_t offset, float* out, int64_t width) {
+inline void add_vectors(const float* weights, const Values<T>& values, int64_t d, float* out, int64_t width) {
+  const KeyTile<T>& tile = values.tile;
   Vec sums[kHeads][kVecs];
 #pragma GCC unroll 3
   for (int h = 0; h < kHeads; ++h) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) sums[h][v] = load(out + h * width + v * kLanes);
+    for (int v = 0; v < kVecs; ++v) sums[h][v] = load(out + h * width + d + v * kLanes);
   }
   for (int64_t j = 0; j < tile.count; ++j) {
     Vec weight[kHeads];
@@ -55,7 +77,8 @@ inline void add_vectors(const float* weights, const KeyTile<T>& tile, int64_t of
     for (int h = 0; h < kHeads; ++h) weight[h] = splat(weights[h * kTile + j]);
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
-      const Vec value = load(tile.rows[j] + offset + v * kLanes);
+      const Vec value = load(tile.rows[j] + values.offset + d + v * kLanes);
+      prefetch_line(values.next.rows[j] + values.next_offset + d, v * kLanes);
 #pragma GCC unroll 3
       for (int h = 0; h < kHeads; ++h) sums[h][v] = fma(weight[h], value, sums[h][v]);
     }
@@ -63,19 +86,16 @@ inline void add_vectors(const float* weights, const KeyTile<T>& tile, int64_t of
 #pragma GCC unroll 3
   for (int h = 0; h < kHeads; ++h) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVecs; ++v) store(out + h * width + v * kLanes, sums[h][v]);
+    for (int v = 0; v < kVecs; ++v) store(out + h * width + d + v * kLanes, sums[h][v]);
   }
 }
 
 // The same for the whole head.
 template <int kHeads, class T>
-inline void add_values(const float* weights, const KeyTile<T>& tile, int64_t offset, int64_t head_dim, float* out,
-                       int64_t width) {
+inline void add_values(const float* weights, const Values<T>& values, int64_t head_dim, float* out, int64_t width) {
   int64_t d = 0;
-  for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) {
-    add_vectors<kHeads, 4>(weights, tile, offset + d, out + d, width);
-  }
-  for (; d < head_dim; d += kLanes) add_vectors<kHeads, 1>(weights, tile, offset + d, out + d, width);
+  for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) add_vectors<kHeads, 4>(weights, values, d, out, width);
+  for (; d < head_dim; d += kLanes) add_vectors<kHeads, 1>(weights, values, d, out, width);
 }
 
 template <class T>
@@ -93,8 +113,9 @@ class Decoder {
     KeyTile<T> tiles[2];
     load_tile(task_.first_key, tiles[0]);
     for (int64_t key = task_.first_key, i = 0; key < task_.end_key; key += kTile, ++i) {
-      load_tile(key + kTile, tiles[(i + 1) % 2]);
-      attend(tiles[i % 2], tiles[(i + 1) % 2]);
+      KeyTile<T>&tile = tiles[i % 2], &next = tiles[(i + 1) % 2];
+      load_tile(key + kTile, next);
+      attend(tile, next.count > 0 ? next : tile);
     }
   }
 
@@ -102,35 +123,25 @@ class Decoder {
   // The task's keys from `key` on; none if that is past its end.
   void load_tile(int64_t key, KeyTile<T>& tile) const {
     tile.count = std::clamp<int64_t>(task_.end_key - key, 0, kTile);
-    if (tile.count > 0) find_keys(kv_, task_.blocks, key, tile.count, tile.rows);
+    if (tile.count == 0) return;
+    find_keys(kv_, task_.blocks, key, tile.count, tile.rows);
+    std::fill(tile.rows + tile.count, tile.rows + kTile, tile.rows[tile.count - 1]);
   }
 
   void attend(const KeyTile<T>& tile, const KeyTile<T>& next) {
     for (int64_t j = 0; j < tile.count; j += kKeyStep) {
-      prefetch(tile, j, kv_.value_offset);
-      prefetch(next, j, 0);
       for_head_runs([&](auto heads, int64_t head, int64_t offset) {
-        score<heads>(q_ + head * kv_.head_dim, kv_.head_dim, tile.rows + j, offset, scores_ + head * kTile + j);
+        score<heads>(q_ + head * kv_.head_dim, kv_.head_dim, tile.rows + j, offset, kv_.value_offset,
+                     scores_ + head * kTile + j);
       });
     }
     for (int64_t head = 0; head < task_.heads; ++head) {
       softmax_row(scores_ + head * kTile, 0, tile.count, options_, state_.row(head, width_), width_);
     }
     for_head_runs([&](auto heads, int64_t head, int64_t offset) {
-      add_values<heads>(scores_ + head * kTile, tile, offset + kv_.value_offset, kv_.head_dim,
-                        state_.out + head * width_, width_);
+      const Values<T> values{tile, offset + kv_.value_offset, next, offset};
+      add_values<heads>(scores_ + head * kTile, values, kv_.head_dim, state_.out + head * width_, width_);
     });
-  }
-
-  // Asks for rows [j, j + 4), all heads, to be in the cache by the time they are needed: the hardware doesn't guess
-  // that one block follows another. (Must be inlined: GCC drops calls of functions that only prefetch.)
-  __attribute__((always_inline)) void prefetch(const KeyTile<T>& tile, int64_t j, int64_t offset) const {
-    constexpr int64_t line = 64 / sizeof(T);
-    for (int64_t i = j; i < std::min(j + kKeyStep, tile.count); ++i) {
-      for (int64_t d = 0; d < kv_.kv_heads * kv_.head_stride; d += line) {
-        _mm_prefetch(reinterpret_cast<const char*>(tile.rows[i] + offset + d), _MM_HINT_T0);
-      }
-    }
   }
 
   // run(number of heads, first head, where its KV head starts in a row), for runs of up to 3 heads of a group
