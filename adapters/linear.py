@@ -71,6 +71,9 @@ class StepAdapters:
         if projection not in self._active:
             return
         lora = self._slots.lora(projection, layer)
+        if projection not in self._with_dora:
+            self._ops.lora_(x, lora, self._segments, y)
+            return
         shrunk = self._ops.lora_shrink(x, lora, self._segments)  # [N, slices, R]
         self._rescale(projection, layer, y)
         self._ops.lora_expand_(shrunk, lora, self._segments, y)

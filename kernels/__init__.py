@@ -176,6 +176,10 @@ class Ops(Protocol):
         """
         ...
 
+    def lora_(self, x: Tensor, lora: LoraSlots, segments: AdapterSegments, y: Tensor) -> None:
+        """`x: [T, in]`, `y: [T, out]`: `lora_expand_` of `lora_shrink` of x, added to y in place."""
+        ...
+
 
 def kv_pool(
     num_blocks: int,

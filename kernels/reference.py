@@ -138,6 +138,10 @@ class ReferenceOps:
                 delta = shrunk[rows, k, :rank] @ lora.b[slot, :rank, columns].float()
                 y[order, columns] += delta.to(y.dtype)
 
+    def lora_(self, x: Tensor, lora: LoraSlots, segments: AdapterSegments, y: Tensor) -> None:
+        """`y += b @ (a @ x)` of each row's adapter."""
+        self.lora_expand_(self.lora_shrink(x, lora, segments), lora, segments, y)
+
 
 def _segments(segments: AdapterSegments) -> Iterator[tuple[slice, int]]:
     """Where each segment's rows stand in `order`, and its slot."""

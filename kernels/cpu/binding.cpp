@@ -1,73 +1,12 @@
-// The Python side of the kernels: unpacks tensors, checks what memory safety depends on, and releases the interpreter's
-// lock around long work. The only file that needs torch's headers.
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
+// The Python side of the kernels: unpacks tensors, checks them, and releases the interpreter's lock around long work.
+#include "binding.h"
 
 #include <algorithm>
 #include <optional>
 #include <vector>
 
-#include "kernels.h"
-
-namespace py = pybind11;
-using at::Tensor;
-
 namespace mlserve {
 namespace {
-
-// Every entry calls this: a Python thread that hasn't run torch yet would otherwise use all cores, whatever torch was told.
-void use_torch_threads() { at::internal::lazy_init_num_threads(); }
-
-DType dtype_of(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kFloat: return DType::kFloat32;
-    case at::kBFloat16: return DType::kBFloat16;
-    case at::kHalf: return DType::kFloat16;
-    default: throw py::type_error(std::string("dtype ") + c10::toString(t.scalar_type()) + ": use float32, bfloat16 or float16");
-  }
-}
-
-void require(bool condition, const char* message) {
-  if (!condition) throw py::value_error(message);
-}
-
-const float* float_data(const Tensor& t, const char* message) {
-  require(t.scalar_type() == at::kFloat && t.is_cpu() && t.is_contiguous(), message);
-  return t.const_data_ptr<float>();
-}
-
-template <class T>
-const T* index_data(const Tensor& t, int64_t count, const char* message) {
-  require(t.scalar_type() == c10::CppTypeToScalarType<T>::value && t.is_cpu() && t.is_contiguous() && t.numel() == count, message);
-  return t.const_data_ptr<T>();
-}
-
-ConstRows rows_of(const Tensor& x, int64_t width) {
-  require(x.dim() == 2 && x.size(1) == width && x.scalar_type() == at::kFloat && x.is_cpu(),
-          "rows must be a float32 matrix on the CPU of the weight's width");
-  require(x.stride(1) == 1 || width <= 1, "rows must be dense along their last dimension");
-  return {x.const_data_ptr<float>(), x.size(0), x.stride(0)};
-}
-
-Heads heads_of(const Tensor& x) {
-  require(x.dim() == 3 && x.scalar_type() == at::kFloat && x.is_cpu() && x.stride(2) == 1,
-          "heads must be float32 [tokens, heads, head_dim] on the CPU, dense along head_dim");
-  return {x.data_ptr<float>(), x.size(0), x.size(1), x.stride(0), x.stride(1)};
-}
-
-PagedKV kv_of(const Tensor& kv) {
-  require(kv.dim() == 5 && kv.size(1) == 2 && kv.is_cpu() && kv.stride(4) == 1,
-          "kv must be [blocks, 2, block_size, kv_heads, head_dim] on the CPU, dense along head_dim");
-  require(kv.size(4) % kLanes == 0, "head_dim must be a multiple of 8: use kernels='reference'");
-  return {dtype_of(kv),   kv.data_ptr(),  kv.size(2),   kv.size(3),  kv.size(4),
-          kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3)};
-}
-
-Tensor new_matrix(int64_t rows, int64_t columns) {
-  return at::empty({rows, columns}, at::TensorOptions().dtype(at::kFloat));
-}
 
 class Arena {
  public:
@@ -236,71 +175,6 @@ Tensor gated_op(const Tensor& gate_up) {
   return y;
 }
 
-void check_index(int64_t index, int64_t size, const char* what, const char* owner) {
-  if (index < 0 || index >= size) {
-    throw py::index_error(what + std::to_string(index) + owner + std::to_string(size));
-  }
-}
-
-// All that the adapters' kernels reach by index: rows of the step, slots, and ranks of the slots in use.
-AdapterRows adapter_rows(const Tensor& order, const Tensor& starts, const Tensor& slots, const Tensor& ranks,
-                         int64_t tokens, int64_t num_slots, int64_t slices, int64_t max_rank) {
-  const char* message = "segments must be contiguous on the CPU: order int64, starts int32 (one more than slots), slots int32";
-  const AdapterRows rows{order.numel(), slots.numel(), index_data<int64_t>(order, order.numel(), message),
-                         index_data<int32_t>(starts, slots.numel() + 1, message),
-                         index_data<int32_t>(slots, slots.numel(), message)};
-  require(ranks.dim() == 2 && ranks.size(0) == num_slots && ranks.size(1) == slices, "ranks must be [slots, slices]");
-  const int32_t* rank = index_data<int32_t>(ranks, num_slots * slices, "ranks must be contiguous int32 on the CPU");
-  require(rows.starts[0] == 0 && rows.starts[rows.segments] == rows.count, "starts must go from 0 to the length of order");
-  for (int64_t g = 0; g < rows.segments; ++g) {
-    require(rows.starts[g] <= rows.starts[g + 1], "starts must not descend");
-    check_index(rows.slots[g], num_slots, "slot ", ", there are ");
-    for (int64_t k = 0; k < slices; ++k) {
-      check_index(rank[rows.slots[g] * slices + k], max_rank + 1, "rank ", ", must be below ");
-    }
-  }
-  for (int64_t n = 0; n < rows.count; ++n) check_index(rows.order[n], tokens, "row ", ", the step has ");
-  return rows;
-}
-
-Tensor lora_shrink_op(const Tensor& x, const Tensor& a, const Tensor& ranks, const Tensor& order, const Tensor& starts,
-                      const Tensor& slots) {
-  use_torch_threads();
-  require(a.dim() == 4 && a.is_cpu() && (a.stride(3) == 1 || a.size(3) <= 1),
-          "a must be [slots, slices, max rank, in] on the CPU, dense along in");
-  const ConstRows inputs = rows_of(x, a.size(3));
-  const AdapterRows rows = adapter_rows(order, starts, slots, ranks, inputs.rows, a.size(0), a.size(1), a.size(2));
-  const LoraA lora{dtype_of(a), a.const_data_ptr(), a.size(1),   a.size(2), a.size(3),
-                   a.stride(0), a.stride(1),        a.stride(2), ranks.const_data_ptr<int32_t>()};
-  Tensor shrunk = at::empty({rows.count, lora.slices, lora.max_rank}, at::TensorOptions().dtype(at::kFloat));
-  float* out = shrunk.data_ptr<float>();
-  py::gil_scoped_release release;
-  lora_shrink(inputs, lora, rows, out);
-  return shrunk;
-}
-
-void lora_expand_op(const Tensor& shrunk, const Tensor& b, const Tensor& ranks, const std::vector<int64_t>& out_starts,
-                    const Tensor& order, const Tensor& starts, const Tensor& slots, const Tensor& y) {
-  use_torch_threads();
-  require(b.dim() == 3 && b.is_cpu() && (b.stride(2) == 1 || b.size(2) <= 1),
-          "b must be [slots, max rank, out] on the CPU, dense along out");
-  const ConstRows outputs = rows_of(y, b.size(2));
-  const int64_t slices = static_cast<int64_t>(out_starts.size()) - 1;
-  require(slices >= 1 && out_starts.front() == 0 && out_starts.back() == b.size(2) &&
-              std::is_sorted(out_starts.begin(), out_starts.end()),
-          "out_starts must ascend from 0 to the columns of b");
-  const AdapterRows rows = adapter_rows(order, starts, slots, ranks, outputs.rows, b.size(0), slices, b.size(1));
-  const char* message = "shrunk must be contiguous float32 [length of order, slices, max rank] on the CPU";
-  require(shrunk.dim() == 3 && shrunk.size(0) == rows.count && shrunk.size(1) == slices && shrunk.size(2) == b.size(1),
-          message);
-  const float* factors = float_data(shrunk, message);
-  const LoraB lora{dtype_of(b), b.const_data_ptr(), slices,           b.size(1), b.stride(0),
-                   b.stride(1), ranks.const_data_ptr<int32_t>(), out_starts.data()};
-  const MutableRows sums{y.data_ptr<float>(), outputs.rows, outputs.stride};
-  py::gil_scoped_release release;
-  lora_expand(factors, lora, rows, sums);
-}
-
 }  // namespace
 }  // namespace mlserve
 
@@ -319,6 +193,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("paged_attention", &paged_attention_op);
   m.def("gated_silu", &gated_op<gated_silu>);
   m.def("gated_gelu_tanh", &gated_op<gated_gelu_tanh>);
-  m.def("lora_shrink", &lora_shrink_op);
-  m.def("lora_expand_", &lora_expand_op);
+  bind_lora(m);
 }

@@ -127,5 +127,7 @@ struct LoraB {  // [slots, max_rank, out], likewise; slice k is columns out_star
 };
 void lora_shrink(ConstRows x, const LoraA& a, const AdapterRows& rows, float* shrunk);
 void lora_expand(const float* shrunk, const LoraB& b, const AdapterRows& rows, MutableRows y);
+// Both, one after the other.
+void lora(ConstRows x, const LoraA& a, const LoraB& b, const AdapterRows& rows, MutableRows y);
 
 }  // namespace mlserve

@@ -12,6 +12,7 @@
 
 #include "kernels.h"
 #include "parallel.h"
+#include "scratch.h"
 
 namespace mlserve {
 namespace {
@@ -238,6 +239,12 @@ void lora_expand(const float* shrunk, const LoraB& b, const AdapterRows& rows, M
       expand.add(blocks[i / parts], column(i % parts), column(i % parts + 1));
     });
   });
+}
+
+void lora(ConstRows x, const LoraA& a, const LoraB& b, const AdapterRows& rows, MutableRows y) {
+  float* shrunk = thread_scratch(rows.count * a.slices * a.max_rank);
+  lora_shrink(x, a, rows, shrunk);
+  lora_expand(shrunk, b, rows, y);
 }
 
 }  // namespace mlserve

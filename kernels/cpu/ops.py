@@ -97,3 +97,16 @@ class CpuOps:
         self._native.lora_expand_(
             shrunk, lora.b, lora.ranks, lora.out_starts, segments.order, segments.starts, segments.slots, y
         )
+
+    def lora_(self, x: Tensor, lora: LoraSlots, segments: AdapterSegments, y: Tensor) -> None:
+        self._native.lora_(
+            x,
+            lora.a,
+            lora.b,
+            lora.ranks,
+            lora.out_starts,
+            segments.order,
+            segments.starts,
+            segments.slots,
+            y,
+        )

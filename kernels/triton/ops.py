@@ -77,3 +77,6 @@ class TritonOps:
 
     def lora_expand_(self, shrunk: Tensor, lora: LoraSlots, segments: AdapterSegments, y: Tensor) -> None:
         lora_expand_(shrunk, lora, segments, y)
+
+    def lora_(self, x: Tensor, lora: LoraSlots, segments: AdapterSegments, y: Tensor) -> None:
+        lora_expand_(lora_shrink(x, lora, segments), lora, segments, y)

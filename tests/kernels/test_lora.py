@@ -29,9 +29,11 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 
 def apply(ops: Ops, x: Tensor, lora: LoraSlots, segments: AdapterSegments, y: Tensor) -> Tensor:
-    """y after both operations."""
-    y = y.clone()
+    """y after both operations, which the one in place of them gives to the bit."""
+    y, at_once = y.clone(), y.clone()
     ops.lora_expand_(ops.lora_shrink(x, lora, segments), lora, segments, y)
+    ops.lora_(x, lora, segments, at_once)
+    torch.testing.assert_close(at_once, y, rtol=0, atol=0, equal_nan=True)
     return y
 
 
@@ -72,8 +74,10 @@ def test_mixed_batches(ops: Ops, mix: str, rows: int, dtype: torch.dtype) -> Non
     assert shrunk.dtype == torch.float32
     expected = expected_shrunk(x, lora, segments)
     assert_close(within_ranks(shrunk, lora, segments), expected.float(), LINEAR)
-    before = y.clone()
+    before, at_once = y.clone(), y.clone()
     ops.lora_expand_(shrunk, lora, segments, y)
+    ops.lora_(x, lora, segments, at_once)
+    assert torch.equal(at_once, y)
     assert_close(y, expected_sum(shrunk, lora, segments, before), LINEAR)
     alone = [slot is None or not any(RANKS[slot]) for slot in slots]
     assert torch.equal(y[alone], before[alone])
@@ -159,6 +163,8 @@ def test_wrong_segments_are_refused(
         native.lora_shrink(torch.randn(4, 8), lora, wrong)
     with pytest.raises(error, match=message):
         native.lora_expand_(shrunk, lora, wrong, y)
+    with pytest.raises(error, match=message):
+        native.lora_(torch.randn(4, 8), lora, wrong, y)
     assert not y.any()
 
 
@@ -187,6 +193,19 @@ def test_wrong_slots_are_refused(native: CpuOps, changed: dict[str, Any], error:
     shrunk, y = native.lora_shrink(torch.randn(4, 8), lora, segments), torch.zeros(4, 16)
     with pytest.raises(error, match=message):
         native.lora_expand_(shrunk, dataclasses.replace(lora, **changed), segments, y)
+    assert not y.any()
+
+
+@pytest.mark.parametrize(
+    "changed", [{"b": torch.zeros(3, 4, 16)}, {"b": torch.zeros(2, 5, 16)}, {"out_starts": (0, 16)}]
+)
+def test_matrices_that_do_not_match_are_refused(native: CpuOps, changed: dict[str, Any]) -> None:
+    lora, segments = lora_and_segments()
+    y = torch.zeros(4, 16)
+    with pytest.raises(ValueError, match="a and b must have the same slots, slices and max rank"):
+        native.lora_(torch.randn(4, 8), dataclasses.replace(lora, **changed), segments, y)
+    with pytest.raises(ValueError, match="x and y must have the same rows"):
+        native.lora_(torch.randn(5, 8), lora, segments, y)
     assert not y.any()
 
 
