@@ -71,7 +71,7 @@ class StepAdapters:
         if projection not in self._active:
             return
         lora = self._slots.lora(projection, layer)
-        if projection not in self._with_dora:
+        if projection not in self._with_dora:  # DoRA scales y between the two
             self._ops.lora_(x, lora, self._segments, y)
             return
         shrunk = self._ops.lora_shrink(x, lora, self._segments)  # [N, slices, R]

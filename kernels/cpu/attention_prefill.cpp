@@ -98,17 +98,16 @@ class QueryTile {
       const int64_t hidden_queries = first_query_that_sees(first_key + j);
       for (int64_t r = hidden_queries * task_.heads; r < rows_; r += kTileRows) {
         const float* panel = keys_ + j * head_dim_;
-        multiply_tile<RowLayout::kRows>(
-            std::min<int64_t>(kTileRows, rows_ - r),
-                      TileArgs<float>{.x = q_ + r * head_dim_,
-                                      .x_stride = head_dim_,
-                                      .panel = panel,
-                                      .depth = head_dim_,
-                                      .start = kZeroColumns,
-                                      .start_stride = 0,
-                                      .y = scores_ + r * kKeyTile + j,
-                                      .y_stride = kKeyTile,
-                                      .prefetch = {reinterpret_cast<const char*>(panel), 0}});
+        multiply_tile<RowLayout::kRows>(std::min<int64_t>(kTileRows, rows_ - r),
+                                        TileArgs<float>{.x = q_ + r * head_dim_,
+                                                        .x_stride = head_dim_,
+                                                        .panel = panel,
+                                                        .depth = head_dim_,
+                                                        .start = kZeroColumns,
+                                                        .start_stride = 0,
+                                                        .y = scores_ + r * kKeyTile + j,
+                                                        .y_stride = kKeyTile,
+                                                        .prefetch = {reinterpret_cast<const char*>(panel), 0}});
       }
     }
   }
@@ -134,15 +133,16 @@ class QueryTile {
       for (int64_t r = 0; r < rows_; r += kTileRows) {
         const int64_t rows = std::min<int64_t>(kTileRows, rows_ - r);
         float* out = state_.out + r * width_ + d;
+        const int64_t seen = visible(r + rows - 1, first_key, count).end;
         multiply_tile<RowLayout::kRows>(rows, TileArgs<float>{.x = scores_ + r * kKeyTile,
-                                            .x_stride = kKeyTile,
-                                            .panel = panel,
-                                            .depth = std::max<int64_t>(visible(r + rows - 1, first_key, count).end, 0),
-                                            .start = out,
-                                            .start_stride = width_,
-                                            .y = out,
-                                            .y_stride = width_,
-                                            .prefetch = {reinterpret_cast<const char*>(panel), 0}});
+                                                              .x_stride = kKeyTile,
+                                                              .panel = panel,
+                                                              .depth = std::max<int64_t>(seen, 0),
+                                                              .start = out,
+                                                              .start_stride = width_,
+                                                              .y = out,
+                                                              .y_stride = width_,
+                                                              .prefetch = {reinterpret_cast<const char*>(panel), 0}});
       }
     }
   }

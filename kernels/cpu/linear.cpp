@@ -94,7 +94,7 @@ class LinearTask {
 
   // The same for a single tile, all rows of x as they lie. It is bound by memory alone, where the hardware's own
   // prefetcher does best.
-  void multiply_rows(Range panels) const {
+  void multiply_one_tile(Range panels) const {
     for (int64_t p = panels.begin; p < panels.end; ++p) {
       multiply_tile_of<RowLayout::kRows>(p, {0, x_.rows}, x_.data, {reinterpret_cast<const char*>(weights(p)), 0});
     }
@@ -203,7 +203,7 @@ void linear(ConstRows x, const PackedLinear& w, float* y) {
     const int64_t tiles = task.tiles(), row_parts = divide_up(tiles, kTaskTiles);
     if (tiles == 1) {
       parallel_for(panel_parts, x.rows * bytes > (64 << 10),
-                   [&](int64_t i) { task.multiply_rows(part(panels, panel_parts, i)); });
+                   [&](int64_t i) { task.multiply_one_tile(part(panels, panel_parts, i)); });
     } else if (x.rows <= kSharedRows) {
       float* packed = thread_scratch(x.rows * in);
       parallel_for(tiles, x.rows * in > kPackSerially,
