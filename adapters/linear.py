@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mlserve.adapters.segments import AdapterRows, GroupedRows
 from mlserve.adapters.slots import AdapterSlots, Projection
-from mlserve.kernels import AdapterSegments, Ops
+from mlserve.kernels import Activation, AdapterSegments, Linear, Ops
 
 __all__ = ["Put", "StepAdapters"]
 
@@ -63,20 +63,23 @@ class StepAdapters:
         """Whether any adapter of the step acts on that linear."""
         return projection in self._active
 
-    def apply(self, projection: Projection, layer: int, x: Tensor, y: Tensor) -> None:
-        """`x: [T, in]`, `y: [T, out]` = the base model's linear of x; becomes the adapters' in place.
+    def linear(
+        self, projection: Projection, layer: int, x: Tensor, weight: Linear, activation: Activation | None = None
+    ) -> Tensor:
+        """`Ops.linear` of that projection with the adapters' part: `x: [T, in] -> [T, out]`, or `[T, out / 2]`.
 
         LoRA: y + scaling * B(A x). DoRA: row_scales * (y - bias + scaling * B(A x)) + bias, as PEFT computes them.
         """
+        ops = self._ops
         if projection not in self._active:
-            return
+            return ops.linear(x, weight, activation=activation)
         lora = self._slots.lora(projection, layer)
-        if projection not in self._with_dora:  # DoRA scales y between the two
-            self._ops.lora_(x, lora, self._segments, y)
-            return
-        shrunk = self._ops.lora_shrink(x, lora, self._segments)  # [N, slices, R]
+        if projection not in self._with_dora:
+            return ops.linear(x, weight, lora, self._segments, activation)
+        y = ops.linear(x, weight)
         self._rescale(projection, layer, y)
-        self._ops.lora_expand_(shrunk, lora, self._segments, y)
+        ops.lora_expand_(ops.lora_shrink(x, lora, self._segments), lora, self._segments, y)
+        return y if activation is None else ops.gated_activation(y, activation)
 
     def embed(self, token_ids: Tensor, y: Tensor) -> None:
         """`token_ids: [T]`, `y: [T, H]` = their rows of the embedding table; becomes the adapters' in place."""

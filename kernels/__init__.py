@@ -104,8 +104,19 @@ class Ops(Protocol):
         """Take over `weight: [out, in]` (any storage dtype) and `bias: [out]`; may keep it in place or re-lay it."""
         ...
 
-    def linear(self, x: Tensor, weight: Linear) -> Tensor:
-        """`x: [T, in] -> [T, out]`: x @ weight.T + bias, computed in x's dtype."""
+    def linear(
+        self,
+        x: Tensor,
+        weight: Linear,
+        lora: LoraSlots | None = None,
+        segments: AdapterSegments | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        """`x: [T, in] -> [T, out]`: x @ weight.T + bias, computed in x's dtype.
+
+        `lora` and `segments` come together: `lora_expand_` of `lora_shrink` of x is added. With `activation` the
+        result is `gated_activation` of all that: `[T, out / 2]`.
+        """
         ...
 
     def embedding(self, ids: Tensor, table: Linear) -> Tensor:
@@ -174,10 +185,6 @@ class Ops(Protocol):
 
         `shrunk: [N, K, R]` is what `lora_shrink` gave for the same segments.
         """
-        ...
-
-    def lora_(self, x: Tensor, lora: LoraSlots, segments: AdapterSegments, y: Tensor) -> None:
-        """`x: [T, in]`, `y: [T, out]`: `lora_expand_` of `lora_shrink` of x, added to y in place."""
         ...
 
 

@@ -43,11 +43,24 @@ class ReferenceOps:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
         return ReferenceLinear(weight, bias)
 
-    def linear(self, x: Tensor, weight: Linear) -> Tensor:
-        """`x: [T, in] -> [T, out]`; `y = x @ weight.T + bias`, with the weight converted to x's dtype."""
+    def linear(
+        self,
+        x: Tensor,
+        weight: Linear,
+        lora: LoraSlots | None = None,
+        segments: AdapterSegments | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        """`x: [T, in] -> [T, out]`; `y = x @ weight.T + bias`, with the weight converted to x's dtype.
+
+        Then `y += b @ (a @ x)` of each row's adapter, and `act(gate) * up` of y's halves.
+        """
         packed = cast(ReferenceLinear, weight)
         bias = None if packed.bias is None else packed.bias.to(x.dtype)
-        return functional.linear(x, packed.weight.to(x.dtype), bias)
+        y = functional.linear(x, packed.weight.to(x.dtype), bias)
+        if lora is not None and segments is not None:
+            self.lora_expand_(self.lora_shrink(x, lora, segments), lora, segments, y)
+        return y if activation is None else self.gated_activation(y, activation)
 
     def embedding(self, ids: Tensor, table: Linear) -> Tensor:
         """`ids: [T] -> [T, in]`; `y[t] = weight[ids[t]]`, in float32 on a CPU and the table's dtype elsewhere."""
@@ -137,10 +150,6 @@ class ReferenceOps:
                 columns = slice(lora.out_starts[k], lora.out_starts[k + 1])
                 delta = shrunk[rows, k, :rank] @ lora.b[slot, :rank, columns].float()
                 y[order, columns] += delta.to(y.dtype)
-
-    def lora_(self, x: Tensor, lora: LoraSlots, segments: AdapterSegments, y: Tensor) -> None:
-        """`y += b @ (a @ x)` of each row's adapter."""
-        self.lora_expand_(self.lora_shrink(x, lora, segments), lora, segments, y)
 
 
 def _segments(segments: AdapterSegments) -> Iterator[tuple[slice, int]]:

@@ -29,14 +29,8 @@ class Arena {
   WeightArena arena_;
 };
 
-Tensor linear_op(const Tensor& x, const PackedLinear& weight) {
-  use_torch_threads();
-  const ConstRows rows = rows_of(x, weight.in_features);
-  Tensor y = new_matrix(rows.rows, weight.out_features);
-  float* out = y.data_ptr<float>();
-  py::gil_scoped_release release;
-  linear(rows, weight, out);
-  return y;
+Tensor linear_op(const Tensor& x, const PackedLinear& weight, int64_t activation) {
+  return apply_linear(x, weight, nullptr, activation);
 }
 
 Tensor embedding_op(const Tensor& ids, const PackedLinear& table) {
@@ -164,14 +158,13 @@ Tensor paged_attention_op(const Tensor& q, const Tensor& kv, const Tensor& query
   return out;
 }
 
-template <void (*kernel)(ConstRows, int64_t, float*)>
-Tensor gated_op(const Tensor& gate_up) {
+Tensor gated_op(const Tensor& gate_up, int64_t activation) {
   use_torch_threads();
   require(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, "gate_up must be [tokens, 2 * width]");
   const int64_t width = gate_up.size(1) / 2;
   const ConstRows rows = rows_of(gate_up, 2 * width);
   Tensor y = new_matrix(rows.rows, width);
-  kernel(rows, width, y.data_ptr<float>());
+  gated(rows, width, activation_of(activation), y.data_ptr<float>());
   return y;
 }
 
@@ -191,7 +184,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("rope_", &rope_op);
   m.def("kv_write", &kv_write_op);
   m.def("paged_attention", &paged_attention_op);
-  m.def("gated_silu", &gated_op<gated_silu>);
-  m.def("gated_gelu_tanh", &gated_op<gated_gelu_tanh>);
+  m.def("gated_activation", &gated_op);
   bind_lora(m);
 }

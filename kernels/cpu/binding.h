@@ -69,6 +69,24 @@ inline Tensor new_matrix(int64_t rows, int64_t columns) {
   return at::empty({rows, columns}, at::TensorOptions().dtype(at::kFloat));
 }
 
+// As mlserve.kernels.cpu.ops counts them.
+inline Activation activation_of(int64_t number) {
+  require(number >= 0 && number <= 2, "an activation is 0 (none), 1 (silu) or 2 (gelu_tanh)");
+  return static_cast<Activation>(number);
+}
+
+inline Tensor apply_linear(const Tensor& x, const PackedLinear& weight, const LoraPair* lora, int64_t activation) {
+  use_torch_threads();
+  const ConstRows rows = rows_of(x, weight.in_features);
+  const Activation gate = activation_of(activation);
+  require(gate == Activation::kNone || weight.out_features % 2 == 0, "a gated weight must be [2 * width, in]");
+  Tensor y = new_matrix(rows.rows, gate == Activation::kNone ? weight.out_features : weight.out_features / 2);
+  float* out = y.data_ptr<float>();
+  py::gil_scoped_release release;
+  linear(rows, weight, lora, gate, out);
+  return y;
+}
+
 void bind_lora(py::module_& m);  // binding_lora.cpp
 
 }  // namespace mlserve

@@ -31,6 +31,10 @@ AdapterRows adapter_rows(const Tensor& order, const Tensor& starts, const Tensor
     }
   }
   for (int64_t n = 0; n < rows.count; ++n) check_index(rows.order[n], tokens, "row ", ", the step has ");
+  for (int64_t g = 0; g < rows.segments; ++g) {
+    require(std::is_sorted(rows.order + rows.starts[g], rows.order + rows.starts[g + 1]),
+            "order must not descend within a segment");
+  }
   return rows;
 }
 
@@ -92,23 +96,19 @@ void lora_expand_op(const Tensor& shrunk, const Tensor& b, const Tensor& ranks, 
   lora_expand(factors, lora, rows, sums);
 }
 
-void lora_op(const Tensor& x, const Tensor& a, const Tensor& b, const Tensor& ranks,
-             const std::vector<int64_t>& out_starts, const Tensor& order, const Tensor& starts, const Tensor& slots,
-             const Tensor& y) {
-  use_torch_threads();
+Tensor lora_linear_op(const Tensor& x, const PackedLinear& weight, int64_t activation, const Tensor& a, const Tensor& b,
+                      const Tensor& ranks, const std::vector<int64_t>& out_starts, const Tensor& order,
+                      const Tensor& starts, const Tensor& slots) {
   check_a(a);
   check_b(b);
   check_starts(out_starts, b);
   require(a.size(0) == b.size(0) && a.size(1) + 1 == static_cast<int64_t>(out_starts.size()) && a.size(2) == b.size(1),
           "a and b must have the same slots, slices and max rank");
-  const ConstRows inputs = rows_of(x, a.size(3)), outputs = rows_of(y, b.size(2));
-  require(inputs.rows == outputs.rows, "x and y must have the same rows");
-  const AdapterRows rows = adapter_rows(order, starts, slots, ranks, inputs.rows, a.size(0), a.size(1), a.size(2));
-  const LoraA down = lora_a(a, ranks);
-  const LoraB up = lora_b(b, ranks, out_starts);
-  const MutableRows sums{y.data_ptr<float>(), outputs.rows, outputs.stride};
-  py::gil_scoped_release release;
-  lora(inputs, down, up, rows, sums);
+  require(a.size(3) == weight.in_features && b.size(2) == weight.out_features, "a and b must have the weight's shape");
+  const int64_t tokens = rows_of(x, weight.in_features).rows;
+  const AdapterRows rows = adapter_rows(order, starts, slots, ranks, tokens, a.size(0), a.size(1), a.size(2));
+  const LoraPair lora{lora_a(a, ranks), lora_b(b, ranks, out_starts), rows};
+  return apply_linear(x, weight, &lora, activation);
 }
 
 }  // namespace
@@ -116,7 +116,7 @@ void lora_op(const Tensor& x, const Tensor& a, const Tensor& b, const Tensor& ra
 void bind_lora(py::module_& m) {
   m.def("lora_shrink", &lora_shrink_op);
   m.def("lora_expand_", &lora_expand_op);
-  m.def("lora_", &lora_op);
+  m.def("lora_linear", &lora_linear_op);
 }
 
 }  // namespace mlserve

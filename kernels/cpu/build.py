@@ -119,7 +119,9 @@ def _check_compiler() -> None:
 
 def _compile(folder: Path) -> Path:
     with _errors_only("torch.utils.cpp_extension"):  # it warns of a CUDA that isn't needed here
-        from torch.utils.cpp_extension import load  # late, as it takes seconds
+        from torch.utils.cpp_extension import JIT_EXTENSION_VERSIONER, load  # late, as it takes seconds
+    # A second build in one process, after one that failed, would get another name than it is imported by.
+    JIT_EXTENSION_VERSIONER.entries.pop(MODULE_NAME, None)
     try:
         with _ninja_on_path():
             load(

@@ -1,6 +1,7 @@
 // Norms, rotary embedding and gated activations: one pass over float32 rows.
 #include <cmath>
 
+#include "gating.h"
 #include "kernels.h"
 #include "parallel.h"
 
@@ -18,16 +19,6 @@ void for_rows(int64_t rows, int64_t width, const Row& row) {
   parallel_for((rows + step - 1) / step, rows * width > kSerialWork, [&](int64_t task) {
     for (int64_t r = task * step; r < std::min(rows, (task + 1) * step); ++r) row(r);
   });
-}
-
-// y[i] = f(a[i], b[i])
-template <class A, class B, class F>
-inline void map2(const A* a, const B* b, float* y, int64_t width, const F& f) {
-  int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes) store(y + i, f(load(a + i), load(b + i)));
-  if (i < width) {
-    store_partial(y + i, f(load_partial(a + i, width - i), load_partial(b + i, width - i)), width - i);
-  }
 }
 
 float mean_of_squares(const float* x, int64_t width) {
@@ -49,14 +40,6 @@ template <class T>
 void normalise(const float* x, int64_t width, const T* weight, float eps, float* y) {
   const Vec scale = splat(1.0f / std::sqrt(mean_of_squares(x, width) + eps));
   map2(x, weight, y, width, [&](Vec a, Vec w) { return _mm256_mul_ps(_mm256_mul_ps(a, scale), w); });
-}
-
-template <class Gate>
-void gated(ConstRows gate_up, int64_t width, float* y, const Gate& gate) {
-  for_rows(gate_up.rows, width, [&](int64_t r) {
-    const float* row = gate_up.data + r * gate_up.stride;
-    map2(row, row + width, y + r * width, width, [&](Vec g, Vec up) { return _mm256_mul_ps(gate(g), up); });
-  });
 }
 
 }  // namespace
@@ -103,16 +86,10 @@ void rope(Heads x, const float* cos, const float* sin, int64_t half) {
   });
 }
 
-void gated_silu(ConstRows gate_up, int64_t width, float* y) {
-  gated(gate_up, width, y, [](Vec x) { return _mm256_mul_ps(x, sigmoid(x)); });
-}
-
-// 0.5 x (1 + tanh(u)) = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
-void gated_gelu_tanh(ConstRows gate_up, int64_t width, float* y) {
-  gated(gate_up, width, y, [](Vec x) {
-    const Vec cubic = fma(_mm256_mul_ps(x, x), splat(0.044715f), splat(1.0f));
-    const Vec u2 = _mm256_mul_ps(_mm256_mul_ps(x, cubic), splat(1.5957691216f));
-    return _mm256_mul_ps(x, sigmoid(u2));
+void gated(ConstRows gate_up, int64_t width, Activation activation, float* y) {
+  for_rows(gate_up.rows, width, [&](int64_t r) {
+    const float* gate = gate_up.data + r * gate_up.stride;
+    gate_row(activation, gate, gate + width, y + r * width, width);
   });
 }
 

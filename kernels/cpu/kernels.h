@@ -39,69 +39,19 @@ struct MutableRows {
   int64_t stride;
 };
 
-// --- linear.cpp
-
-// Memory in 2 MB pages, handed out piece by piece: weights are read once a step, front to back, and with 4 kB pages
-// address translation costs 13 % of that speed. A chunk is freed with the last weight in it.
-class WeightArena {
- public:
-  std::shared_ptr<void> allocate(std::size_t bytes);
-
- private:
-  std::shared_ptr<char> chunk_;
-  std::size_t used_ = 0, size_ = 0;
+struct Range {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
 };
 
-// A weight [out, in] as panels [ceil(out / 16)][in][16] (see panels.h), the last one padded with zeros.
-struct PackedLinear {
-  DType dtype;
-  int64_t out_features, in_features;
-  std::shared_ptr<void> panels;
-  std::shared_ptr<void> bias;  // float32, padded like the panels; null if there is none
-};
-
-PackedLinear pack_linear(WeightArena& arena, DType dtype, const void* weight, int64_t out, int64_t in,
-                         const float* bias);
-void linear(ConstRows x, const PackedLinear& weight, float* y);
-void embedding(const int64_t* ids, int64_t count, const PackedLinear& table, float* y);
-
-// --- elementwise.cpp
-
-void rms_norm(ConstRows x, int64_t width, DType dtype, const void* weight, float eps, float* y);
-void add_rms_norm(ConstRows x, float* residual, int64_t width, DType dtype, const void* weight, float eps, float* y);
-
-struct Heads {  // [tokens, heads, head_dim], the last dimension dense
+// Some rows and columns of a matrix, wherever they lie.
+struct Patch {
   float* data;
-  int64_t tokens, heads, token_stride, head_stride;
-};
-void rope(Heads x, const float* cos, const float* sin, int64_t half);
+  int64_t stride;
+  Range rows, columns;
 
-void gated_silu(ConstRows gate_up, int64_t width, float* y);
-void gated_gelu_tanh(ConstRows gate_up, int64_t width, float* y);
-
-// --- kv_cache.cpp, attention.cpp
-
-struct PagedKV {  // one layer: [blocks, 2, block_size, kv_heads, head_dim], the last dimension dense
-  DType dtype;
-  void* data;
-  int64_t block_size, kv_heads, head_dim;
-  int64_t block_stride, value_offset, token_stride, head_stride;
+  float* row(int64_t r) const { return data + (r - rows.begin) * stride; }
 };
-void kv_write(Heads k, Heads v, const PagedKV& kv, const int64_t* slots);
-
-struct Sequences {  // see PagedBatch in mlserve.kernels
-  int64_t count;
-  const int32_t *query_starts, *context_lens, *block_table, *block_starts;
-  const int32_t* visible_ends;  // null if no query sees beyond itself
-};
-struct AttentionOptions {
-  float scale;
-  int64_t window = std::numeric_limits<int64_t>::max();
-  float soft_cap = 0;  // used if has_soft_cap
-  bool has_soft_cap = false;
-};
-void paged_attention(Heads q, const PagedKV& kv, const Sequences& sequences, const AttentionOptions& options,
-                     float* out);
 
 // --- lora.cpp
 
@@ -127,7 +77,81 @@ struct LoraB {  // [slots, max_rank, out], likewise; slice k is columns out_star
 };
 void lora_shrink(ConstRows x, const LoraA& a, const AdapterRows& rows, float* shrunk);
 void lora_expand(const float* shrunk, const LoraB& b, const AdapterRows& rows, MutableRows y);
-// Both, one after the other.
-void lora(ConstRows x, const LoraA& a, const LoraB& b, const AdapterRows& rows, MutableRows y);
+// The same for a part of y, by one thread.
+void lora_expand(const float* shrunk, const LoraB& b, const AdapterRows& rows, const Patch& y);
+
+struct LoraPair {
+  LoraA a;
+  LoraB b;
+  AdapterRows rows;
+};
+
+// --- linear.cpp
+
+// Memory in 2 MB pages, handed out piece by piece: weights are read once a step, front to back, and with 4 kB pages
+// address translation costs 13 % of that speed. A chunk is freed with the last weight in it.
+class WeightArena {
+ public:
+  std::shared_ptr<void> allocate(std::size_t bytes);
+
+ private:
+  std::shared_ptr<char> chunk_;
+  std::size_t used_ = 0, size_ = 0;
+};
+
+// A weight [out, in] as panels [ceil(out / 16)][in][16] (see panels.h), the last one padded with zeros.
+struct PackedLinear {
+  DType dtype;
+  int64_t out_features, in_features;
+  std::shared_ptr<void> panels;
+  std::shared_ptr<void> bias;  // float32, padded like the panels; null if there is none
+};
+
+PackedLinear pack_linear(WeightArena& arena, DType dtype, const void* weight, int64_t out, int64_t in,
+                         const float* bias);
+
+enum class Activation { kNone, kSilu, kGeluTanh };
+
+// y[rows, out] = x @ weight^T + bias, and what adapters add to it (`lora` is null if there are none). With an activation
+// the weight is a gate and, below it, as many rows of up: y[rows, out / 2] = activation(gate) * up.
+void linear(ConstRows x, const PackedLinear& weight, const LoraPair* lora, Activation activation, float* y);
+void embedding(const int64_t* ids, int64_t count, const PackedLinear& table, float* y);
+
+// --- elementwise.cpp
+
+void rms_norm(ConstRows x, int64_t width, DType dtype, const void* weight, float eps, float* y);
+void add_rms_norm(ConstRows x, float* residual, int64_t width, DType dtype, const void* weight, float eps, float* y);
+
+struct Heads {  // [tokens, heads, head_dim], the last dimension dense
+  float* data;
+  int64_t tokens, heads, token_stride, head_stride;
+};
+void rope(Heads x, const float* cos, const float* sin, int64_t half);
+
+void gated(ConstRows gate_up, int64_t width, Activation activation, float* y);
+
+// --- kv_cache.cpp, attention.cpp
+
+struct PagedKV {  // one layer: [blocks, 2, block_size, kv_heads, head_dim], the last dimension dense
+  DType dtype;
+  void* data;
+  int64_t block_size, kv_heads, head_dim;
+  int64_t block_stride, value_offset, token_stride, head_stride;
+};
+void kv_write(Heads k, Heads v, const PagedKV& kv, const int64_t* slots);
+
+struct Sequences {  // see PagedBatch in mlserve.kernels
+  int64_t count;
+  const int32_t *query_starts, *context_lens, *block_table, *block_starts;
+  const int32_t* visible_ends;  // null if no query sees beyond itself
+};
+struct AttentionOptions {
+  float scale;
+  int64_t window = std::numeric_limits<int64_t>::max();
+  float soft_cap = 0;  // used if has_soft_cap
+  bool has_soft_cap = false;
+};
+void paged_attention(Heads q, const PagedKV& kv, const Sequences& sequences, const AttentionOptions& options,
+                     float* out);
 
 }  // namespace mlserve

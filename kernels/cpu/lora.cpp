@@ -129,10 +129,10 @@ class Shrink {
 template <class T>
 class Expand {
  public:
-  Expand(const float* shrunk, const LoraB& b, const AdapterRows& rows, MutableRows y)
+  Expand(const float* shrunk, const LoraB& b, const AdapterRows& rows, const Patch& y)
       : shrunk_(shrunk), b_(b), rows_(rows), y_(y) {}
 
-  // y[rows, columns begin .. end - 1] += shrunk @ b
+  // y[the block's rows, columns begin .. end - 1] += shrunk @ b
   void add(const RowBlock& block, int64_t begin, int64_t end) const {
     for (int64_t k = 0; k < b_.slices; ++k) {
       const int64_t rank = b_.ranks[block.slot * b_.slices + k];
@@ -159,7 +159,7 @@ class Expand {
   void add_rows(int64_t n, int64_t slot, int64_t k, int64_t rank, int64_t begin, int64_t end) const {
     const float* factors = shrunk_ + (n * b_.slices + k) * b_.max_rank;
     float* y[kRows];
-    for (int m = 0; m < kRows; ++m) y[m] = y_.data + rows_.order[n + m] * y_.stride;
+    for (int m = 0; m < kRows; ++m) y[m] = y_.row(rows_.order[n + m]);
     const T* b = static_cast<const T*>(b_.data) + slot * b_.slot_stride;
     const auto whole = [](const auto* p) { return load(p); };
     int64_t c = begin;
@@ -201,7 +201,7 @@ class Expand {
     for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) {
-        float* at = y[m] + c + v * kLanes;
+        float* at = y[m] + (c - y_.columns.begin) + v * kLanes;
         store_at(at, _mm256_add_ps(load_at(at), sums[m][v]));
       }
     }
@@ -210,7 +210,7 @@ class Expand {
   const float* shrunk_;
   LoraB b_;
   AdapterRows rows_;
-  MutableRows y_;
+  Patch y_;
 };
 
 }  // namespace
@@ -234,17 +234,23 @@ void lora_expand(const float* shrunk, const LoraB& b, const AdapterRows& rows, M
   const int64_t parts = count == 0 ? 1 : divide_up(kTasks, count);
   const auto column = [&](int64_t part) { return std::min(out, tiles * part / parts * kTileColumns); };
   with_type(b.dtype, [&](auto type) {
-    const Expand<decltype(type)> expand(shrunk, b, rows, y);
+    const Expand<decltype(type)> expand(shrunk, b, rows, {y.data, y.stride, {0, y.rows}, {0, out}});
     parallel_for(count * parts, work_of(blocks, b.ranks, b.slices, out / b.slices) > kSerialWork, [&](int64_t i) {
       expand.add(blocks[i / parts], column(i % parts), column(i % parts + 1));
     });
   });
 }
 
-void lora(ConstRows x, const LoraA& a, const LoraB& b, const AdapterRows& rows, MutableRows y) {
-  float* shrunk = thread_scratch(rows.count * a.slices * a.max_rank);
-  lora_shrink(x, a, rows, shrunk);
-  lora_expand(shrunk, b, rows, y);
+void lora_expand(const float* shrunk, const LoraB& b, const AdapterRows& rows, const Patch& y) {
+  with_type(b.dtype, [&](auto type) {
+    const Expand<decltype(type)> expand(shrunk, b, rows, y);
+    for (int64_t g = 0; g < rows.segments; ++g) {
+      const int64_t *first = rows.order + rows.starts[g], *last = rows.order + rows.starts[g + 1];
+      const int64_t* begin = std::lower_bound(first, last, y.rows.begin);
+      const int64_t* end = std::lower_bound(begin, last, y.rows.end);
+      if (begin < end) expand.add({begin - rows.order, end - rows.order, rows.slots[g]}, y.columns.begin, y.columns.end);
+    }
+  });
 }
 
 }  // namespace mlserve

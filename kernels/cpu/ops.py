@@ -11,6 +11,8 @@ from mlserve.kernels.cpu.build import load_extension
 
 __all__ = ["CpuOps"]
 
+_NUMBERS: dict[Activation | None, int] = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}  # kernels.h's
+
 
 class CpuOps:
     """C++ with AVX2 or AVX-512, on torch's threads. Weights and KV in float32, bfloat16 or float16; float32 arithmetic.
@@ -30,8 +32,30 @@ class CpuOps:
         packed: Linear = self._arena.pack(weight, bias)
         return packed
 
-    def linear(self, x: Tensor, weight: Linear) -> Tensor:
-        y: Tensor = self._native.linear(x, weight)
+    def linear(
+        self,
+        x: Tensor,
+        weight: Linear,
+        lora: LoraSlots | None = None,
+        segments: AdapterSegments | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        y: Tensor
+        if lora is None or segments is None:
+            y = self._native.linear(x, weight, _NUMBERS[activation])
+        else:
+            y = self._native.lora_linear(
+                x,
+                weight,
+                _NUMBERS[activation],
+                lora.a,
+                lora.b,
+                lora.ranks,
+                lora.out_starts,
+                segments.order,
+                segments.starts,
+                segments.slots,
+            )
         return y
 
     def embedding(self, ids: Tensor, table: Linear) -> Tensor:
@@ -83,8 +107,7 @@ class CpuOps:
         return out
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        gated = self._native.gated_silu if activation is Activation.SILU else self._native.gated_gelu_tanh
-        y: Tensor = gated(gate_up)
+        y: Tensor = self._native.gated_activation(gate_up, _NUMBERS[activation])
         return y
 
     def lora_shrink(self, x: Tensor, lora: LoraSlots, segments: AdapterSegments) -> Tensor:
@@ -96,17 +119,4 @@ class CpuOps:
     def lora_expand_(self, shrunk: Tensor, lora: LoraSlots, segments: AdapterSegments, y: Tensor) -> None:
         self._native.lora_expand_(
             shrunk, lora.b, lora.ranks, lora.out_starts, segments.order, segments.starts, segments.slots, y
-        )
-
-    def lora_(self, x: Tensor, lora: LoraSlots, segments: AdapterSegments, y: Tensor) -> None:
-        self._native.lora_(
-            x,
-            lora.a,
-            lora.b,
-            lora.ranks,
-            lora.out_starts,
-            segments.order,
-            segments.starts,
-            segments.slots,
-            y,
         )

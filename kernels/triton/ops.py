@@ -34,8 +34,18 @@ class TritonOps:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
         return self._torch.pack_linear(weight, bias)
 
-    def linear(self, x: Tensor, weight: Linear) -> Tensor:
-        return self._torch.linear(x, weight)
+    def linear(
+        self,
+        x: Tensor,
+        weight: Linear,
+        lora: LoraSlots | None = None,
+        segments: AdapterSegments | None = None,
+        activation: Activation | None = None,
+    ) -> Tensor:
+        y = self._torch.linear(x, weight)
+        if lora is not None and segments is not None:
+            lora_expand_(lora_shrink(x, lora, segments), lora, segments, y)
+        return y if activation is None else gated_activation(y, activation)
 
     def embedding(self, ids: Tensor, table: Linear) -> Tensor:
         return cast(ReferenceLinear, table).weight.index_select(0, ids)
@@ -77,6 +87,3 @@ class TritonOps:
 
     def lora_expand_(self, shrunk: Tensor, lora: LoraSlots, segments: AdapterSegments, y: Tensor) -> None:
         lora_expand_(shrunk, lora, segments, y)
-
-    def lora_(self, x: Tensor, lora: LoraSlots, segments: AdapterSegments, y: Tensor) -> None:
-        lora_expand_(lora_shrink(x, lora, segments), lora, segments, y)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mlserve.adapters.linear import StepAdapters
 from mlserve.adapters.slots import Projection
-from mlserve.kernels import Linear, Ops
+from mlserve.kernels import Activation, Linear, Ops
 from mlserve.model.config import DecoderConfig
 from mlserve.model.inputs import ForwardBatch
 from mlserve.model.rope import rotation
@@ -91,8 +91,7 @@ class Decoder:
             if layer.post_attention_norm is not None:
                 x = ops.rms_norm(x, layer.post_attention_norm, eps)
             x = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            gate_up = self._linear(x, layer.gate_up_proj, adapters, Projection.GATE_UP, i)
-            x = ops.gated_activation(gate_up, config.activation)  # [T, I]
+            x = self._linear(x, layer.gate_up_proj, adapters, Projection.GATE_UP, i, config.activation)  # [T, I]
             x = self._linear(x, layer.down_proj, adapters, Projection.DOWN, i)
             if layer.post_mlp_norm is not None:
                 x = ops.rms_norm(x, layer.post_mlp_norm, eps)
@@ -106,12 +105,17 @@ class Decoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _linear(
-        self, x: Tensor, weight: Linear, adapters: StepAdapters | None, projection: Projection, layer: int
+        self,
+        x: Tensor,
+        weight: Linear,
+        adapters: StepAdapters | None,
+        projection: Projection,
+        layer: int,
+        activation: Activation | None = None,
     ) -> Tensor:
-        y = self.ops.linear(x, weight)
-        if adapters is not None:
-            adapters.apply(projection, layer, x, y)
-        return y
+        if adapters is None:
+            return self.ops.linear(x, weight, activation=activation)
+        return adapters.linear(projection, layer, x, weight, activation)
 
     def _rotations(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Cosine and sine of the step's tokens, `[T, D / 2]` each, once for all layers of a kind."""

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,14 +27,14 @@ COMPILER = os.environ.get("CXX", "c++")
 pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="needs a C++ compiler")
 
 
-def compile_cpp(source: Path, target: Path, *flags: str) -> Path:
-    command = [COMPILER, *flags, f"-I{SOURCES}", "-o", str(target), str(source)]
+def compile_cpp(target: Path, flags: Sequence[str], *sources: Path) -> Path:
+    command = [COMPILER, *flags, f"-I{SOURCES}", "-o", str(target), *map(str, sources)]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return target
 
 
 class NativeLinear:
-    """`linear.cpp` in a library of its own."""
+    """The native linear in a library of its own."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -69,11 +70,13 @@ class NativeLinear:
 @pytest.fixture(scope="module")
 def forms(tmp_path_factory: pytest.TempPathFactory) -> tuple[NativeLinear, NativeLinear]:
     """The AVX2 form, and the AVX-512 form as AVX2 emulates it."""
-    folder, source = tmp_path_factory.mktemp("forms"), SUPPORT / "native_linear.cpp"
+    folder = tmp_path_factory.mktemp("forms")
+    parts = ["linear", "weights", "lora", "elementwise"]
+    sources = [SUPPORT / "native_linear.cpp", *(SOURCES / f"{part}.cpp" for part in parts)]
     flags = [*build.compiler_flags("AVX2"), "-shared", "-fPIC", "-fvisibility=default"]
     emulation = ["-include", str(SUPPORT / "avx512_emulation.h")]
-    plain = compile_cpp(source, folder / "avx2.so", *flags)
-    emulated = compile_cpp(source, folder / "avx512.so", *flags, *emulation)
+    plain = compile_cpp(folder / "avx2.so", flags, *sources)
+    emulated = compile_cpp(folder / "avx512.so", [*flags, *emulation], *sources)
     return NativeLinear(plain), NativeLinear(emulated)
 
 
@@ -106,7 +109,7 @@ def test_rows_of_an_embedding_are_the_table_s(forms: tuple[NativeLinear, NativeL
 
 def test_the_avx512_form_keeps_its_sums_in_registers(tmp_path: Path) -> None:
     flags = [*build.compiler_flags("AVX512"), "-S"]
-    text = compile_cpp(SOURCES / "linear.cpp", tmp_path / "linear.s", *flags).read_text()
+    text = compile_cpp(tmp_path / "linear.s", flags, SOURCES / "linear.cpp").read_text()
     wide = [line for line in text.splitlines() if "%zmm" in line]
     assert sum("vfmadd" in line for line in wide) > 100
     assert not [line for line in wide if re.search(r"%r[sb]p", line)]

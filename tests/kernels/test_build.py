@@ -61,6 +61,18 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch
         CpuOps()
 
 
+def test_a_build_after_one_that_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = tmp_path / "source.cpp"
+    monkeypatch.setattr(build, "_sources", lambda: [source])
+    for name in ("broken", "whole"):
+        (tmp_path / name).mkdir()
+    source.write_text("not C++")
+    with pytest.raises(KernelBuildError, match="can't build"):
+        build._compile(tmp_path / "broken")
+    source.write_text("int whole() { return 1; }")
+    assert build._compile(tmp_path / "whole").is_file()
+
+
 def test_the_second_load_is_the_same_module() -> None:
     assert build.load_extension() is build.load_extension()
 

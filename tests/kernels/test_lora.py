@@ -12,7 +12,7 @@ from lora_batches import MIXES, adapters_of_rows, lora_slots, segments_of, withi
 from tolerances import LINEAR, assert_close
 from torch import Tensor
 
-from mlserve.kernels import AdapterSegments, LoraSlots, Ops
+from mlserve.kernels import Activation, AdapterSegments, LoraSlots, Ops
 from mlserve.kernels.cpu.ops import CpuOps
 from mlserve.kernels.reference import ReferenceOps
 
@@ -29,11 +29,9 @@ def ops(request: pytest.FixtureRequest) -> Ops:
 
 
 def apply(ops: Ops, x: Tensor, lora: LoraSlots, segments: AdapterSegments, y: Tensor) -> Tensor:
-    """y after both operations, which the one in place of them gives to the bit."""
-    y, at_once = y.clone(), y.clone()
+    """y after both operations."""
+    y = y.clone()
     ops.lora_expand_(ops.lora_shrink(x, lora, segments), lora, segments, y)
-    ops.lora_(x, lora, segments, at_once)
-    torch.testing.assert_close(at_once, y, rtol=0, atol=0, equal_nan=True)
     return y
 
 
@@ -74,13 +72,39 @@ def test_mixed_batches(ops: Ops, mix: str, rows: int, dtype: torch.dtype) -> Non
     assert shrunk.dtype == torch.float32
     expected = expected_shrunk(x, lora, segments)
     assert_close(within_ranks(shrunk, lora, segments), expected.float(), LINEAR)
-    before, at_once = y.clone(), y.clone()
+    before = y.clone()
     ops.lora_expand_(shrunk, lora, segments, y)
-    ops.lora_(x, lora, segments, at_once)
-    assert torch.equal(at_once, y)
     assert_close(y, expected_sum(shrunk, lora, segments, before), LINEAR)
     alone = [slot is None or not any(RANKS[slot]) for slot in slots]
     assert torch.equal(y[alone], before[alone])
+
+
+@pytest.mark.usefixtures("_two_threads")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 7, 133, 301])
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_linear_with_adapters(ops: Ops, mix: str, rows: int, dtype: torch.dtype) -> None:
+    """To the bit what the linear and both operations give one after the other."""
+    slots = adapters_of_rows(mix, rows, len(RANKS))
+    segments, lora = segments_of(slots), lora_slots(RANKS, 64, 72, QKV, dtype)
+    x, weight = torch.randn(rows, 72), ops.pack_linear(torch.randn(sum(QKV), 72).to(dtype), torch.randn(sum(QKV)))
+    assert torch.equal(ops.linear(x, weight, lora, segments), apply(ops, x, lora, segments, ops.linear(x, weight)))
+
+
+@pytest.mark.usefixtures("_two_threads")
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("width", [1, 40, 64, 144, 208], ids=lambda width: f"width{width}")
+@pytest.mark.parametrize("rows", [1, 3, 16, 133, 301])
+def test_a_gated_linear_with_adapters(ops: Ops, rows: int, width: int, activation: Activation) -> None:
+    """To the bit what its parts give one after the other: panels of gate and up meet within a task."""
+    slots = adapters_of_rows("zipf", rows, len(RANKS))
+    ranks = [of[:2] for of in RANKS]
+    segments, lora = segments_of(slots), lora_slots(ranks, 64, 50, [width, width], torch.float32)
+    x, weight = torch.randn(rows, 50), ops.pack_linear(torch.randn(2 * width, 50))
+    product = ops.linear(x, weight)
+    assert torch.equal(ops.linear(x, weight, activation=activation), ops.gated_activation(product, activation))
+    with_adapters = ops.gated_activation(apply(ops, x, lora, segments, product), activation)
+    assert torch.equal(ops.linear(x, weight, lora, segments, activation), with_adapters)
 
 
 @pytest.mark.parametrize(("size", "out"), [(1, 1), (5, 3), (31, 257), (576, 33), (1537, 8), (40, 100)], ids=str)
@@ -146,6 +170,7 @@ def lora_and_segments() -> tuple[LoraSlots, AdapterSegments]:
         ({"order": torch.tensor([0, 1, 4])}, IndexError, "row 4, the step has 4"),
         ({"order": torch.tensor([0, -1, 3])}, IndexError, "row -1, the step has 4"),
         ({"order": torch.tensor([0, 1, 3]).int()}, ValueError, "order int64"),
+        ({"order": torch.tensor([0, 3, 1])}, ValueError, "order must not descend within a segment"),
         ({"order": torch.tensor([0, 1])}, ValueError, "from 0 to the length of order"),
         ({"starts": torch.tensor([1, 2, 3]).int()}, ValueError, "from 0 to the length of order"),
         ({"starts": torch.tensor([0, 4, 3]).int()}, ValueError, "must not descend"),
@@ -164,7 +189,7 @@ def test_wrong_segments_are_refused(
     with pytest.raises(error, match=message):
         native.lora_expand_(shrunk, lora, wrong, y)
     with pytest.raises(error, match=message):
-        native.lora_(torch.randn(4, 8), lora, wrong, y)
+        native.linear(torch.randn(4, 8), native.pack_linear(torch.randn(16, 8)), lora, wrong)
     assert not y.any()
 
 
@@ -201,12 +226,16 @@ def test_wrong_slots_are_refused(native: CpuOps, changed: dict[str, Any], error:
 )
 def test_matrices_that_do_not_match_are_refused(native: CpuOps, changed: dict[str, Any]) -> None:
     lora, segments = lora_and_segments()
-    y = torch.zeros(4, 16)
+    weight = native.pack_linear(torch.randn(16, 8))
     with pytest.raises(ValueError, match="a and b must have the same slots, slices and max rank"):
-        native.lora_(torch.randn(4, 8), dataclasses.replace(lora, **changed), segments, y)
-    with pytest.raises(ValueError, match="x and y must have the same rows"):
-        native.lora_(torch.randn(5, 8), lora, segments, y)
-    assert not y.any()
+        native.linear(torch.randn(4, 8), weight, dataclasses.replace(lora, **changed), segments)
+
+
+@pytest.mark.parametrize("shape", [(15, 8), (17, 8), (16, 7)])
+def test_a_weight_of_another_shape_is_refused(native: CpuOps, shape: tuple[int, int]) -> None:
+    lora, segments = lora_and_segments()
+    with pytest.raises(ValueError, match="a and b must have the weight's shape"):
+        native.linear(torch.randn(4, shape[1]), native.pack_linear(torch.randn(shape)), lora, segments)
 
 
 def test_wrong_inputs_are_refused(native: CpuOps) -> None:

@@ -1,5 +1,6 @@
-// kernels/cpu/linear.cpp for ctypes, so that a test can build it with other flags than the library's.
-#include "linear.cpp"
+// The native linear for ctypes, so that a test can build it with other flags than the library's.
+#include "columns.h"
+#include "kernels.h"
 
 extern "C" int tile_rows() { return mlserve::kTileRows; }
 
@@ -8,7 +9,7 @@ extern "C" void linear(int dtype, const void* weight, const float* bias, int64_t
                        int64_t rows, int64_t x_stride, float* y) {
   mlserve::WeightArena arena;
   const auto packed = mlserve::pack_linear(arena, static_cast<mlserve::DType>(dtype), weight, out, in, bias);
-  mlserve::linear(mlserve::ConstRows{x, rows, x_stride}, packed, y);
+  mlserve::linear(mlserve::ConstRows{x, rows, x_stride}, packed, nullptr, mlserve::Activation::kNone, y);
 }
 
 extern "C" void embedding(int dtype, const void* weight, int64_t out, int64_t in, const int64_t* ids, int64_t count,
