@@ -73,32 +73,54 @@ Tensor add_rms_norm_op(const Tensor& x, const Tensor& residual, const Tensor& we
   return y;
 }
 
-void rope_op(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin) {
-  use_torch_threads();
-  const Heads queries = heads_of(q), keys = heads_of(k);
+struct Rotation {
+  const float *cos, *sin;
+  int64_t half;
+};
+Rotation rotation_of(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin) {
   const char* message = "cos and sin must be contiguous float32 [tokens, at most head_dim / 2]";
   require(cos.dim() == 2 && cos.size(0) == q.size(0) && cos.sizes() == sin.sizes() && k.size(0) == q.size(0) &&
               2 * cos.size(1) <= std::min(q.size(2), k.size(2)),
           message);
-  const float *c = float_data(cos, message), *s = float_data(sin, message);
-  rope(queries, c, s, cos.size(1));
-  rope(keys, c, s, cos.size(1));
+  return {float_data(cos, message), float_data(sin, message), cos.size(1)};
+}
+
+void rope_op(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin) {
+  use_torch_threads();
+  const Heads queries = heads_of(q), keys = heads_of(k);
+  const Rotation r = rotation_of(q, k, cos, sin);
+  rope(queries, r.cos, r.sin, r.half);
+  rope(keys, r.cos, r.sin, r.half);
+}
+
+// Where each token's keys and values go, checked.
+const int64_t* slots_of(const Tensor& k, const Tensor& v, const Tensor& kv, const Tensor& slot_mapping) {
+  require(k.sizes() == v.sizes() && k.size(1) == kv.size(3) && k.size(2) == kv.size(4),
+          "k and v must be [tokens, kv_heads, head_dim] like kv");
+  const int64_t tokens = k.size(0), capacity = kv.size(0) * kv.size(2);
+  const int64_t* slots = index_data<int64_t>(slot_mapping, tokens, "slot_mapping must be contiguous int64 [tokens]");
+  for (int64_t t = 0; t < tokens; ++t) {
+    if (slots[t] < 0 || slots[t] >= capacity) {
+      throw py::index_error("slot " + std::to_string(slots[t]) + ", the cache has " + std::to_string(capacity));
+    }
+  }
+  return slots;
 }
 
 void kv_write_op(const Tensor& k, const Tensor& v, const Tensor& kv, const Tensor& slot_mapping) {
   use_torch_threads();
   const Heads keys = heads_of(k), values = heads_of(v);
   const PagedKV cache = kv_of(kv);
-  require(k.sizes() == v.sizes() && keys.heads == cache.kv_heads && k.size(2) == cache.head_dim,
-          "k and v must be [tokens, kv_heads, head_dim] like kv");
-  const int64_t* slots = index_data<int64_t>(slot_mapping, keys.tokens, "slot_mapping must be contiguous int64 [tokens]");
-  const int64_t capacity = kv.size(0) * cache.block_size;
-  for (int64_t t = 0; t < keys.tokens; ++t) {
-    if (slots[t] < 0 || slots[t] >= capacity) {
-      throw py::index_error("slot " + std::to_string(slots[t]) + ", the cache has " + std::to_string(capacity));
-    }
-  }
-  kv_write(keys, values, cache, slots);
+  kv_write(keys, values, cache, slots_of(k, v, kv, slot_mapping));
+}
+
+void rope_kv_write_op(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
+                      const Tensor& kv, const Tensor& slot_mapping) {
+  use_torch_threads();
+  const Heads queries = heads_of(q), keys = heads_of(k), values = heads_of(v);
+  const PagedKV cache = kv_of(kv);
+  const Rotation r = rotation_of(q, k, cos, sin);
+  rope_kv_write(queries, keys, values, r.cos, r.sin, r.half, cache, slots_of(k, v, kv, slot_mapping));
 }
 
 // Every block that a sequence's context reaches is in its table and in the cache; queries are in order and within q.
@@ -183,6 +205,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("add_rms_norm", &add_rms_norm_op);
   m.def("rope_", &rope_op);
   m.def("kv_write", &kv_write_op);
+  m.def("rope_kv_write", &rope_kv_write_op);
   m.def("paged_attention", &paged_attention_op);
   m.def("gated_activation", &gated_op);
   bind_lora(m);

@@ -4,6 +4,7 @@
 #include "gating.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "rotation.h"
 
 namespace mlserve {
 namespace {
@@ -63,27 +64,7 @@ void add_rms_norm(ConstRows x, float* residual, int64_t width, DType dtype, cons
 }
 
 void rope(Heads x, const float* cos, const float* sin, int64_t half) {
-  for_rows(x.tokens, x.heads * half, [&](int64_t t) {
-    for (int64_t h = 0; h < x.heads; ++h) {
-      float* a = x.data + t * x.token_stride + h * x.head_stride;
-      float* b = a + half;
-      for (int64_t i = 0; i < half; i += kLanes) {
-        const int64_t n = std::min<int64_t>(kLanes, half - i);
-        const bool whole = n == kLanes;
-        const auto get = [&](const float* p) { return whole ? load(p) : load_partial(p, n); };
-        const Vec c = get(cos + t * half + i), s = get(sin + t * half + i), u = get(a + i), v = get(b + i);
-        const Vec rotated_a = _mm256_fmsub_ps(u, c, _mm256_mul_ps(v, s));
-        const Vec rotated_b = fma(v, c, _mm256_mul_ps(u, s));
-        if (whole) {
-          store(a + i, rotated_a);
-          store(b + i, rotated_b);
-        } else {
-          store_partial(a + i, rotated_a, n);
-          store_partial(b + i, rotated_b, n);
-        }
-      }
-    }
-  });
+  for_rows(x.tokens, x.heads * half, [&](int64_t t) { rotate_token(x, t, cos, sin, half); });
 }
 
 void gated(ConstRows gate_up, int64_t width, Activation activation, float* y) {

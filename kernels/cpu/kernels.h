@@ -139,6 +139,9 @@ struct PagedKV {  // one layer: [blocks, 2, block_size, kv_heads, head_dim], the
   int64_t block_stride, value_offset, token_stride, head_stride;
 };
 void kv_write(Heads k, Heads v, const PagedKV& kv, const int64_t* slots);
+// rope of q and k, then kv_write, token by token.
+void rope_kv_write(Heads q, Heads k, Heads v, const float* cos, const float* sin, int64_t half, const PagedKV& kv,
+                   const int64_t* slots);
 
 struct Sequences {  // see PagedBatch in mlserve.kernels
   int64_t count;

@@ -79,8 +79,7 @@ class CpuOps:
     def rope_kv_write(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, slot_mapping: Tensor
     ) -> None:
-        self.rope_(q, k, cos, sin)
-        self.kv_write(k, v, kv, slot_mapping)
+        self._native.rope_kv_write(q, k, v, cos, sin, kv, slot_mapping)
 
     def paged_attention(
         self,

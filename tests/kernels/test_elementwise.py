@@ -123,3 +123,30 @@ def test_odd_head_sizes_are_refused(native: CpuOps) -> None:
     k = torch.randn(1, 2, 12)
     with pytest.raises(ValueError, match="multiple of 8: use kernels='reference'"):
         native.kv_write(k, k, torch.zeros(4, 2, 4, 2, 12), torch.tensor([0]))
+
+
+@pytest.mark.usefixtures("_two_threads")
+@pytest.mark.parametrize("storage", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_rope_kv_write_is_both(native: CpuOps, tokens: int, storage: torch.dtype) -> None:
+    qkv, angles = torch.randn(tokens, 5 + 2 + 2, 24), torch.randn(tokens, 8)
+    slots = torch.randperm(40 * 4)[:tokens]
+    both, kv = qkv.clone(), torch.full((40, 2, 4, 2, 24), torch.nan, dtype=storage)
+    native.rope_(both[:, :5], both[:, 5:7], angles.cos(), angles.sin())
+    expected_kv = kv.clone()
+    native.kv_write(both[:, 5:7], both[:, 7:], expected_kv, slots)
+    native.rope_kv_write(qkv[:, :5], qkv[:, 5:7], qkv[:, 7:], angles.cos(), angles.sin(), kv, slots)
+    assert torch.equal(qkv[:, :5], both[:, :5])
+    torch.testing.assert_close(kv, expected_kv, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("slot", [-1, 12])
+def test_rope_kv_write_refuses_slots_outside_the_cache(native: CpuOps, slot: int) -> None:
+    qkv, angles, kv = torch.randn(2, 4, 8), torch.randn(2, 4), torch.zeros(3, 2, 4, 1, 8)
+    before = qkv.clone()
+    with pytest.raises(IndexError, match=f"slot {slot}, the cache has 12"):
+        native.rope_kv_write(
+            qkv[:, :2], qkv[:, 2:3], qkv[:, 3:], angles.cos(), angles.sin(), kv, torch.tensor([0, slot])
+        )
+    assert torch.equal(qkv, before)
+    assert not kv.any()
