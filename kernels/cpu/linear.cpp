@@ -21,8 +21,7 @@ constexpr int64_t kTaskTiles = 36 / kTileRows;
 // Up to so many rows are packed once for all tasks; beyond that each task packs its own, and the memory stays bounded.
 constexpr int64_t kSharedRows = 288;
 constexpr int64_t kPackSerially = 16 << 10;  // numbers that one thread has packed before a second is woken
-// Weights that a task goes through before it asks for more work. At its end it has fetched a panel that another thread
-// may need, so many small tasks waste memory bandwidth.
+// Weights that a task goes through before it takes the next one of its thread's run.
 constexpr int64_t kTaskBytes = 320 << 10;
 // Beyond kSharedRows: parts of the panels.
 constexpr int64_t kPanelParts = 2;
@@ -201,13 +200,13 @@ void run(ConstRows x, const PackedLinear& w, const Epilogue& epilogue, float* y)
     const int64_t tiles = task.tiles(), row_parts = divide_up(tiles, kTaskTiles);
     const int64_t groups = task.groups(), group_parts = std::min(rounds_of_tasks(bytes), groups);
     if (tiles == 1) {
-      parallel_for(group_parts, x.rows * bytes > (64 << 10),
+      parallel_runs(group_parts, x.rows * bytes > (64 << 10),
                    [&](int64_t i) { task.run_one_tile(part(groups, group_parts, i)); });
     } else if (x.rows <= kSharedRows) {
       float* packed = thread_scratch(x.rows * in);
       const auto place = [&](Range some) { return packed + task.rows_of(some).begin * in; };
       parallel_for(tiles, x.rows * in > kPackSerially, [&](int64_t t) { task.pack(t, place({t, t + 1})); });
-      parallel_for(row_parts * group_parts, true, [&](int64_t i) {
+      parallel_runs(row_parts * group_parts, true, [&](int64_t i) {
         const Range some = part(tiles, row_parts, i % row_parts);
         task.run_packed(some, place(some), part(groups, group_parts, i / row_parts));
       });

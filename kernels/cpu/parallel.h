@@ -3,7 +3,10 @@
 
 #include <omp.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <memory>
 
 namespace mlserve {
 
@@ -19,6 +22,35 @@ inline void parallel_for(int64_t count, bool worth_it, const Task& task) {
   }
 #pragma omp parallel for schedule(dynamic, 1)
   for (int64_t i = 0; i < count; ++i) task(i);
+}
+
+// The same for tasks whose memory follows on that of the task before, which may fetch its beginning: each thread has a
+// run of them, in order, and takes part in others' when it has none left.
+template <class Task>
+inline void parallel_runs(int64_t count, bool worth_it, const Task& task) {
+  struct alignas(64) Run {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  const int64_t num_runs = worth_it ? std::min(max_threads(), count) : 1;
+  if (num_runs <= 1) {
+    for (int64_t i = 0; i < count; ++i) task(i);
+    return;
+  }
+  const std::unique_ptr<Run[]> runs(new Run[num_runs]);
+  for (int64_t r = 0; r < num_runs; ++r) {
+    runs[r].next = count * r / num_runs;
+    runs[r].end = count * (r + 1) / num_runs;
+  }
+#pragma omp parallel
+  {
+    const int64_t own = omp_get_thread_num();
+    for (int64_t r = 0; r < num_runs; ++r) {
+      Run& run = runs[(own + r) % num_runs];
+      int64_t i;
+      while ((i = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end) task(i);
+    }
+  }
 }
 
 }  // namespace mlserve
