@@ -73,12 +73,12 @@ class StepAdapters:
         ops = self._ops
         if projection not in self._active:
             return ops.linear(x, weight, activation=activation)
-        lora = self._slots.lora(projection, layer)
+        adapters = self._slots.lora(projection, layer), self._segments
         if projection not in self._with_dora:
-            return ops.linear(x, weight, lora, self._segments, activation)
+            return ops.linear(x, weight, adapters, activation)
         y = ops.linear(x, weight)
         self._rescale(projection, layer, y)
-        ops.lora_expand_(ops.lora_shrink(x, lora, self._segments), lora, self._segments, y)
+        ops.lora_expand_(ops.lora_shrink(x, *adapters), *adapters, y)
         return y if activation is None else ops.gated_activation(y, activation)
 
     def embed(self, token_ids: Tensor, y: Tensor) -> None:

@@ -108,14 +108,13 @@ class Ops(Protocol):
         self,
         x: Tensor,
         weight: Linear,
-        lora: LoraSlots | None = None,
-        segments: AdapterSegments | None = None,
+        adapters: tuple[LoraSlots, AdapterSegments] | None = None,
         activation: Activation | None = None,
     ) -> Tensor:
         """`x: [T, in] -> [T, out]`: x @ weight.T + bias, computed in x's dtype.
 
-        `lora` and `segments` come together: `lora_expand_` of `lora_shrink` of x is added. With `activation` the
-        result is `gated_activation` of all that: `[T, out / 2]`.
+        With `adapters` `lora_expand_` of `lora_shrink` of x is added. With `activation` the result is
+        `gated_activation` of all that: `[T, out / 2]`.
         """
         ...
 

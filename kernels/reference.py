@@ -47,8 +47,7 @@ class ReferenceOps:
         self,
         x: Tensor,
         weight: Linear,
-        lora: LoraSlots | None = None,
-        segments: AdapterSegments | None = None,
+        adapters: tuple[LoraSlots, AdapterSegments] | None = None,
         activation: Activation | None = None,
     ) -> Tensor:
         """`x: [T, in] -> [T, out]`; `y = x @ weight.T + bias`, with the weight converted to x's dtype.
@@ -58,8 +57,8 @@ class ReferenceOps:
         packed = cast(ReferenceLinear, weight)
         bias = None if packed.bias is None else packed.bias.to(x.dtype)
         y = functional.linear(x, packed.weight.to(x.dtype), bias)
-        if lora is not None and segments is not None:
-            self.lora_expand_(self.lora_shrink(x, lora, segments), lora, segments, y)
+        if adapters is not None:
+            self.lora_expand_(self.lora_shrink(x, *adapters), *adapters, y)
         return y if activation is None else self.gated_activation(y, activation)
 
     def embedding(self, ids: Tensor, table: Linear) -> Tensor:

@@ -75,7 +75,9 @@ class LinearTask {
 
   // The rows of x are cut into near-equal tiles.
   int64_t tiles() const { return tiles_; }
-  Range rows_of(Range tiles) const { return {part(x_.rows, tiles_, tiles.begin).begin, part(x_.rows, tiles_, tiles.end - 1).end}; }
+  Range rows_of(Range tiles) const {
+    return {part(x_.rows, tiles_, tiles.begin).begin, part(x_.rows, tiles_, tiles.end - 1).end};
+  }
 
   // Columns are shared out in groups: panels, or with an activation pairs of a gate's panel and up's.
   int64_t groups() const { return is_gated() ? out_ / 2 / kPanelColumns : divide_up(out_, kPanelColumns); }
@@ -194,7 +196,8 @@ int64_t rounds_of_tasks(int64_t bytes) {
 }
 
 void run(ConstRows x, const PackedLinear& w, const Epilogue& epilogue, float* y) {
-  const int64_t in = w.in_features, bytes = divide_up(w.out_features, kPanelColumns) * kPanelColumns * in * item_size(w.dtype);
+  const int64_t in = w.in_features, panels = divide_up(w.out_features, kPanelColumns);
+  const int64_t bytes = panels * kPanelColumns * in * item_size(w.dtype);
   with_type(w.dtype, [&](auto type) {
     const LinearTask<decltype(type)> task(x, w, epilogue, y);
     const int64_t tiles = task.tiles(), row_parts = divide_up(tiles, kTaskTiles);

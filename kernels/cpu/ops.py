@@ -36,14 +36,14 @@ class CpuOps:
         self,
         x: Tensor,
         weight: Linear,
-        lora: LoraSlots | None = None,
-        segments: AdapterSegments | None = None,
+        adapters: tuple[LoraSlots, AdapterSegments] | None = None,
         activation: Activation | None = None,
     ) -> Tensor:
         y: Tensor
-        if lora is None or segments is None:
+        if adapters is None:
             y = self._native.linear(x, weight, _NUMBERS[activation])
         else:
+            lora, segments = adapters
             y = self._native.lora_linear(
                 x,
                 weight,

@@ -38,13 +38,12 @@ class TritonOps:
         self,
         x: Tensor,
         weight: Linear,
-        lora: LoraSlots | None = None,
-        segments: AdapterSegments | None = None,
+        adapters: tuple[LoraSlots, AdapterSegments] | None = None,
         activation: Activation | None = None,
     ) -> Tensor:
         y = self._torch.linear(x, weight)
-        if lora is not None and segments is not None:
-            lora_expand_(lora_shrink(x, lora, segments), lora, segments, y)
+        if adapters is not None:
+            lora_expand_(lora_shrink(x, *adapters), *adapters, y)
         return y if activation is None else gated_activation(y, activation)
 
     def embedding(self, ids: Tensor, table: Linear) -> Tensor:

@@ -88,7 +88,7 @@ def test_a_linear_with_adapters(ops: Ops, mix: str, rows: int, dtype: torch.dtyp
     slots = adapters_of_rows(mix, rows, len(RANKS))
     segments, lora = segments_of(slots), lora_slots(RANKS, 64, 72, QKV, dtype)
     x, weight = torch.randn(rows, 72), ops.pack_linear(torch.randn(sum(QKV), 72).to(dtype), torch.randn(sum(QKV)))
-    assert torch.equal(ops.linear(x, weight, lora, segments), apply(ops, x, lora, segments, ops.linear(x, weight)))
+    assert torch.equal(ops.linear(x, weight, (lora, segments)), apply(ops, x, lora, segments, ops.linear(x, weight)))
 
 
 @pytest.mark.usefixtures("_two_threads")
@@ -104,7 +104,7 @@ def test_a_gated_linear_with_adapters(ops: Ops, rows: int, width: int, activatio
     product = ops.linear(x, weight)
     assert torch.equal(ops.linear(x, weight, activation=activation), ops.gated_activation(product, activation))
     with_adapters = ops.gated_activation(apply(ops, x, lora, segments, product), activation)
-    assert torch.equal(ops.linear(x, weight, lora, segments, activation), with_adapters)
+    assert torch.equal(ops.linear(x, weight, (lora, segments), activation), with_adapters)
 
 
 @pytest.mark.parametrize(("size", "out"), [(1, 1), (5, 3), (31, 257), (576, 33), (1537, 8), (40, 100)], ids=str)
@@ -189,7 +189,7 @@ def test_wrong_segments_are_refused(
     with pytest.raises(error, match=message):
         native.lora_expand_(shrunk, lora, wrong, y)
     with pytest.raises(error, match=message):
-        native.linear(torch.randn(4, 8), native.pack_linear(torch.randn(16, 8)), lora, wrong)
+        native.linear(torch.randn(4, 8), native.pack_linear(torch.randn(16, 8)), (lora, wrong))
     assert not y.any()
 
 
@@ -228,14 +228,14 @@ def test_matrices_that_do_not_match_are_refused(native: CpuOps, changed: dict[st
     lora, segments = lora_and_segments()
     weight = native.pack_linear(torch.randn(16, 8))
     with pytest.raises(ValueError, match="a and b must have the same slots, slices and max rank"):
-        native.linear(torch.randn(4, 8), weight, dataclasses.replace(lora, **changed), segments)
+        native.linear(torch.randn(4, 8), weight, (dataclasses.replace(lora, **changed), segments))
 
 
 @pytest.mark.parametrize("shape", [(15, 8), (17, 8), (16, 7)])
 def test_a_weight_of_another_shape_is_refused(native: CpuOps, shape: tuple[int, int]) -> None:
     lora, segments = lora_and_segments()
     with pytest.raises(ValueError, match="a and b must have the weight's shape"):
-        native.linear(torch.randn(4, shape[1]), native.pack_linear(torch.randn(shape)), lora, segments)
+        native.linear(torch.randn(4, shape[1]), native.pack_linear(torch.randn(shape)), (lora, segments))
 
 
 def test_wrong_inputs_are_refused(native: CpuOps) -> None:
