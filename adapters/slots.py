@@ -1,8 +1,10 @@
 """Device memory of the adapters in use: a fixed number of slots, each of which holds one adapter's matrices.
 
-A slot's matrices stand where the kernels read them: for each fused linear of the decoder `a[slot, layer, slice, rank,
-in]` and `b[slot, layer, rank, out]`. Memory for a linear is taken when the first adapter that changes it arrives, so a
-model without adapters pays nothing, and one whose adapters leave the MLP alone pays nothing for the MLP.
+A slot's matrices stand where the kernels read them: for each fused linear of the decoder `a[slot, rank, layer, slice,
+in]` and `b[slot, rank, layer, out]`. With the rank before the layer what an adapter of a lower rank uses of its slot is
+one piece, and on a CPU a step reads it sooner: rows that are read side by side lie far apart, where the processor takes
+them for streams of their own (tests/bench/LOG.md). Memory for a linear is taken when the first adapter that changes it
+arrives, so a model without adapters pays nothing, and one whose adapters leave the MLP alone pays nothing for the MLP.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from mlserve.adapters.copy_stream import SlotCopies, slot_copies
 from mlserve.adapters.host import HostAdapter, HostWeights
 from mlserve.adapters.spec import BaseShape, Module, Site
 from mlserve.errors import AdapterLimitError
-from mlserve.kernels import LoraSlots
+from mlserve.kernels import LoraSlots, advise_huge_pages
 
 __all__ = ["AdapterSlots", "Projection", "RowScales", "slots_bytes"]
 
@@ -92,10 +94,15 @@ class _Stack:
     def __init__(self, shape: _StackShape, dtype: torch.dtype, device: torch.device) -> None:
         slots, layers, slices = shape.num_slots, shape.num_layers, shape.num_slices
         self.shape = shape
-        self.a = torch.empty(slots, layers, slices, shape.max_rank, shape.width, dtype=dtype, device=device)
-        self.b = torch.empty(slots, layers, shape.max_rank, shape.out_starts[-1], dtype=dtype, device=device)
+        self.a = torch.empty(slots, shape.max_rank, layers, slices, shape.width, dtype=dtype, device=device)
+        self.b = torch.empty(slots, shape.max_rank, layers, shape.out_starts[-1], dtype=dtype, device=device)
+        advise_huge_pages(self.a)
+        advise_huge_pages(self.b)
         self.ranks = torch.zeros(layers, slots, slices, dtype=torch.int32, device=device)
-        self.layers = [LoraSlots(self.a[:, i], self.b[:, i], self.ranks[i], shape.out_starts) for i in range(layers)]
+        self.layers = [
+            LoraSlots(self.a[:, :, i].transpose(1, 2), self.b[:, :, i], self.ranks[i], shape.out_starts)
+            for i in range(layers)
+        ]
         self.row_scales: RowScales | None = None  # [layers, slots, out] each
         self.dora_slots: set[int] = set()
 
@@ -226,8 +233,8 @@ class AdapterSlots:
         for site, lora in weights.items():
             projection, k = sites[site]
             stack, layer, rank = self._stacks[projection], site.layer or 0, lora.a.shape[0]
-            b = stack.b[slot, layer, :rank, stack.columns(k)]
-            targets += [stack.a[slot, layer, k, :rank], b]
+            b = stack.b[slot, :rank, layer, stack.columns(k)]
+            targets += [stack.a[slot, :rank, layer, k], b]
             sources += [lora.a, lora.b]
             bs.append(b)
             scalings.append(lora.scaling)

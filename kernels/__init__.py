@@ -21,7 +21,7 @@ from torch import Tensor
 if __name__ != "mlserve.kernels":
     raise ImportError(f"{__name__!r} is mlserve's own mlserve.kernels: keep the repository off sys.path (python -P)")
 
-__all__ = ["Activation", "AdapterSegments", "Linear", "LoraSlots", "Ops", "PagedBatch", "kv_pool"]
+__all__ = ["Activation", "AdapterSegments", "Linear", "LoraSlots", "Ops", "PagedBatch", "advise_huge_pages", "kv_pool"]
 
 HUGE_PAGE = 2**21  # bytes
 MADV_HUGEPAGE = 14  # <sys/mman.h> of Linux
@@ -202,16 +202,18 @@ def kv_pool(
     the operations take.
     """
     pool = torch.empty(num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim, dtype=dtype, device=device)
-    if device.type == "cpu" and sys.platform == "linux":
-        _advise_huge_pages(pool)
+    advise_huge_pages(pool)
     return pool.zero_()  # not torch.zeros: that would leave every page to be made when a step first writes to it
 
 
-def _advise_huge_pages(tensor: Tensor) -> None:
-    """Ask for 2 MB pages: attention jumps from block to block, and with 4 kB pages each jump waits for translations.
+def advise_huge_pages(tensor: Tensor) -> None:
+    """Ask for 2 MB pages for a tensor that no step has written to: what a step reads here and there, from block to
+    block and from slot to slot, waits for address translation where pages have 4 kB.
 
-    A hint: where the kernel doesn't follow it, everything works, slower.
+    A hint, for CPU tensors on Linux: where the kernel doesn't follow it, everything works, slower.
     """
+    if tensor.device.type != "cpu" or sys.platform != "linux":
+        return
     begin = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
     length = tensor.data_ptr() + tensor.nbytes - begin
     if length >= HUGE_PAGE:

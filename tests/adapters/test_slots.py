@@ -79,6 +79,16 @@ def test_slices_of_a_fused_linear(slots: AdapterSlots) -> None:
     assert torch.equal(lora.b[2, :, 12:], v.b)
 
 
+def test_what_a_low_rank_uses_of_its_slot_is_one_piece(slots: AdapterSlots) -> None:
+    """As large pages would else be taken for ranks that no adapter has."""
+    slots.write(1, adapter(q_proj_0=weights(site("q_proj_0"), 2)))
+    layers = [slots.lora(Projection.QKV, layer) for layer in range(BASE.num_layers)]
+    for used in ([lora.a[1, :, :2] for lora in layers], [lora.b[1, :2] for lora in layers]):
+        begin = min(tensor.data_ptr() for tensor in used)
+        end = max(tensor[(-1,) * tensor.dim()].data_ptr() + tensor.itemsize for tensor in used)
+        assert end - begin == sum(tensor.nbytes for tensor in used)
+
+
 def test_a_slot_is_overwritten_whole(slots: AdapterSlots) -> None:
     first = adapter(q_proj_0=weights(site("q_proj_0"), 4, dora=True), down_proj_1=weights(site("down_proj_1"), 3))
     slots.write(1, first)

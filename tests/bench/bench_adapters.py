@@ -3,27 +3,31 @@
 python tests/bench/bench_adapters.py [--runs 5] [--new 64] [--peft]
 
 The embedded model, adapters of rank 8 on all seven projections with random weights, greedy, fixed lengths: 16 requests,
-prompt 128, 64 new, prefill included. Ratios are of runs next to each other. `--peft` lets PEFT's `generate` do the same
-work in the same process, mixed (`adapter_names`) and in batches of equal adapters.
+prompt 128, 64 new, prefill included. All mixes run side by side, step by step (lockstep.py). `--peft` lets PEFT's
+`generate` do the same work in the same process after each round, mixed (`adapter_names`) and in batches of equal
+adapters.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench_serving import fixed, prompt, transformers_twin
+from lockstep import Batch, engines_over, lockstep
 from random_adapters import write_adapter
 
 from mlserve import LLM
 
+PROMPT = 128
 NAMES = [f"a{i}" for i in range(16)]
 MIXED, EQUAL = "8 adapters, 2 each", "only equal adapters in a batch"
 MIXES: dict[str, list[str | None]] = {
@@ -37,32 +41,40 @@ INVOCATION = [1234, 5678]
 
 
 @dataclass(frozen=True)
-class Load:
-    """How much the sixteen ask for."""
+class Rate:
+    """Output tokens/s: with prefill, and of the decode steps alone."""
 
-    new: int
+    whole: float
+    decode: float
 
-    def rates(self, batches: Iterable[tuple[float, float]]) -> tuple[float, float]:
-        """Output tokens/s with prefill, and of the decode steps alone, of batches that ran one after the other."""
-        whole, decoding = (sum(seconds) for seconds in zip(*batches, strict=True))
-        return 16 * self.new / whole, 16 * (self.new - 1) / decoding
+    @classmethod
+    def of(cls, batches: Sequence[Sequence[float]]) -> Rate:
+        """Of the sixteen, in one batch or several one after the other, from the seconds of their steps."""
+        new = len(batches[0])  # steps: all prompts of a batch are prefilled in the first, which gives the first tokens
+        decoding = sum(sum(steps[1:]) for steps in batches)
+        return cls(16 * new / sum(map(sum, batches)), 16 * (new - 1) / decoding)
 
-    def batch(self, llm: LLM, rng: random.Random, names: Sequence[str | None]) -> tuple[float, float]:
-        """Seconds of one batch, and of its decode steps."""
-        prompts = [prompt(rng, 128) for _ in names]
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, fixed(self.new), adapter=names)
-        seconds = time.perf_counter() - start
-        first = max(output.metrics.first_token or 0.0 for output in outputs)
-        return seconds, max(output.metrics.finished or 0.0 for output in outputs) - first
 
-    def mixed(self, llm: LLM, rng: random.Random, names: Sequence[str | None]) -> tuple[float, float]:
-        """All sixteen at once."""
-        return self.rates([self.batch(llm, rng, names)])
+class Mixed:
+    """All mixes side by side in lockstep, and equal adapters only: eight batches of two."""
 
-    def only_equal(self, llm: LLM, rng: random.Random) -> tuple[float, float]:
-        """Where a batch can only hold one adapter: eight batches of two, one after the other."""
-        return self.rates(self.batch(llm, rng, [name] * 2) for name in NAMES[:8])
+    def __init__(self, llm: LLM, new: int) -> None:
+        self._new = new
+        self._engines = engines_over(llm, dict.fromkeys([*MIXES, EQUAL], True))
+        self._rounds = 0
+
+    @staticmethod
+    def num_blocks(new: int) -> int:
+        """A pool that has room for all."""
+        return (len(MIXES) + 1) * 17 * -(-(PROMPT + new) // 16)
+
+    def run(self, rng: random.Random) -> dict[str, Rate]:
+        """One round: every mix answers the same sixteen prompts."""
+        prompts, params = [prompt(rng, PROMPT) for _ in range(16)], fixed(self._new)
+        work = {mix: [Batch(prompts, params, names)] for mix, names in MIXES.items()}
+        work[EQUAL] = [Batch(prompts[2 * i : 2 * i + 2], params, [NAMES[i]] * 2) for i in range(8)]
+        self._rounds += 1
+        return {mix: Rate.of(batches) for mix, batches in lockstep(self._engines, work, self._rounds).items()}
 
 
 class Peft:
@@ -99,7 +111,7 @@ class Peft:
     def _generate(self, rows: int, **how: Any) -> None:
         import torch
 
-        ids = torch.tensor([prompt(random.Random(row), 128) for row in range(rows)])
+        ids = torch.tensor([prompt(random.Random(row), PROMPT) for row in range(rows)])
         how |= {"do_sample": False, "min_new_tokens": self._new, "max_new_tokens": self._new, "pad_token_id": 0}
         with torch.inference_mode():
             self._model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)
@@ -124,40 +136,36 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folders = {name: write_adapter(Path(scratch) / name, i) for i, name in enumerate(NAMES)}
         activated = write_adapter(Path(scratch) / "activated", 99, invocation_tokens=INVOCATION)
-        llm = LLM(adapters=folders | {"activated": activated}, max_loras=17)
+        blocks = max(Mixed.num_blocks(options.new), 2 * 1040 // 16)
+        llm = LLM(adapters=folders | {"activated": activated}, max_loras=17, num_blocks=blocks)
         peft = Peft(folders, llm, options.new) if options.peft else None
-        report_batches(llm, rng, options.runs, Load(options.new), peft)
+        report_batches(Mixed(llm, options.new), rng, options.runs, peft)
         report_switch(llm, rng, options.runs)
 
 
-def report_batches(llm: LLM, rng: random.Random, runs: int, load: Load, peft: Peft | None) -> None:
+def report_batches(mixed: Mixed, rng: random.Random, runs: int, peft: Peft | None) -> None:
     """Mixes of adapters in one batch, and what they are compared with."""
-    for names in MIXES.values():
-        load.mixed(llm, rng, names)
-    figures: dict[str, list[tuple[float, float]]] = {mix: [] for mix in [*MIXES, EQUAL]}
-    theirs: dict[str, list[float]] = {"PEFT, adapter_names": [], f"PEFT, {EQUAL}": []}
+    mixed.run(rng)
+    rounds: list[dict[str, Rate]] = []
+    theirs: dict[str, list[Rate]] = {"PEFT, adapter_names": [], f"PEFT, {EQUAL}": []}
     for _ in range(runs):
-        for mix in random.Random(rng.random()).sample(list(MIXES), len(MIXES)):
-            figures[mix].append(load.mixed(llm, rng, MIXES[mix]))
-        figures[EQUAL].append(load.only_equal(llm, rng))
+        rounds.append(mixed.run(rng))
         if peft is not None:
             for rates, run in zip(theirs.values(), (peft.mixed, peft.only_equal), strict=True):
-                rates.append(run())
-    print(
-        f"16 requests, prompt 128, {load.new} new: output tokens/s, medians of {runs} "
-        "(decode alone; ratio to the base model)"
-    )
-    for mix, pairs in figures.items():
-        whole, decode = (statistics.median(pair[k] for pair in pairs) for k in (0, 1))
-        to_base = [ratio(pairs, figures["base model"], k) for k in (0, 1)]
-        print(f"  {mix:36s} {whole:6.1f} ({to_base[0]:.3f})   decode {decode:6.1f} ({to_base[1]:.3f})")
-    mixed = figures[MIXED]
-    print(f"  distinct / identical adapters: {ratio(figures['16 adapters'], figures['1 adapter'], 0):.3f}")
-    beside = ratio(mixed, figures[EQUAL], 0), ratio(mixed, figures[EQUAL], 1)
-    print(f"  8 adapters / {EQUAL}: {beside[0]:.2f}, decode alone {beside[1]:.2f}")
+                rates.append(Rate(run(), math.nan))
+    figures = {mix: [rates[mix] for rates in rounds] for mix in rounds[0]}
+    print(f"16 requests, output tokens/s, medians of {runs} (to the base model's, quartiles); decode steps alone")
+    for mix, rates in figures.items():
+        base = figures["base model"]
+        whole, decode = (statistics.median(getattr(rate, part) for rate in rates) for part in ("whole", "decode"))
+        print(f"  {mix:30s} {whole:6.1f} ({ratio(rates, base)})   {decode:6.1f} ({ratio(rates, base, 'decode')})")
+    for ours, other in ((MIXED, "1 adapter"), ("16 adapters", "1 adapter"), (MIXED, EQUAL)):
+        pair = figures[ours], figures[other]
+        print(f"  {ours} / {other}: {ratio(*pair)}; decode {ratio(*pair, 'decode')}")
     for peer, rates in theirs.items():
         if rates:
-            print(f"  {peer:36s} {statistics.median(rates):6.1f}; 8 adapters / that {whole_ratio(mixed, rates):.2f}")
+            median = statistics.median(rate.whole for rate in rates)
+            print(f"  {peer:30s} {median:6.1f}; {MIXED} / that {ratio(figures[MIXED], rates)}")
 
 
 def report_switch(llm: LLM, rng: random.Random, runs: int) -> None:
@@ -169,14 +177,11 @@ def report_switch(llm: LLM, rng: random.Random, runs: int) -> None:
     )
 
 
-def ratio(ours: list[tuple[float, float]], theirs: list[tuple[float, float]], k: int) -> float:
-    """The median ratio of runs next to each other: `k` is 0 with prefill, 1 for decode steps alone."""
-    return statistics.median(a[k] / b[k] for a, b in zip(ours, theirs, strict=True))
-
-
-def whole_ratio(ours: list[tuple[float, float]], theirs: list[float]) -> float:
-    """The same beside a peer, with prefill."""
-    return statistics.median(a[0] / b for a, b in zip(ours, theirs, strict=True))
+def ratio(ours: Sequence[Rate], theirs: Sequence[Rate], part: str = "whole") -> str:
+    """The median ratio round by round, and the quartiles."""
+    ratios = sorted(getattr(a, part) / getattr(b, part) for a, b in zip(ours, theirs, strict=True))
+    low, high = (ratios[len(ratios) * quarter // 4] for quarter in (1, 3))
+    return f"{statistics.median(ratios):.3f}, {low:.3f} to {high:.3f}"
 
 
 if __name__ == "__main__":
