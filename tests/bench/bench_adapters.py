@@ -11,7 +11,6 @@ adapters.
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import statistics
 import tempfile
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_serving import fixed, prompt, transformers_twin
+from bench_serving import fixed, prompt, quartiles, transformers_twin
 from lockstep import Batch, engines_over, lockstep
 from random_adapters import write_adapter
 
@@ -136,8 +135,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folders = {name: write_adapter(Path(scratch) / name, i) for i, name in enumerate(NAMES)}
         activated = write_adapter(Path(scratch) / "activated", 99, invocation_tokens=INVOCATION)
-        blocks = max(Mixed.num_blocks(options.new), 2 * 1040 // 16)
-        llm = LLM(adapters=folders | {"activated": activated}, max_loras=17, num_blocks=blocks)
+        adapters, blocks = folders | {"activated": activated}, Mixed.num_blocks(options.new)
+        llm = LLM(adapters=adapters, max_loras=17, num_blocks=blocks)
         peft = Peft(folders, llm, options.new) if options.peft else None
         report_batches(Mixed(llm, options.new), rng, options.runs, peft)
         report_switch(llm, rng, options.runs)
@@ -147,25 +146,26 @@ def report_batches(mixed: Mixed, rng: random.Random, runs: int, peft: Peft | Non
     """Mixes of adapters in one batch, and what they are compared with."""
     mixed.run(rng)
     rounds: list[dict[str, Rate]] = []
-    theirs: dict[str, list[Rate]] = {"PEFT, adapter_names": [], f"PEFT, {EQUAL}": []}
+    theirs: dict[str, list[float]] = {"PEFT, adapter_names": [], f"PEFT, {EQUAL}": []}
     for _ in range(runs):
         rounds.append(mixed.run(rng))
         if peft is not None:
             for rates, run in zip(theirs.values(), (peft.mixed, peft.only_equal), strict=True):
-                rates.append(Rate(run(), math.nan))
-    figures = {mix: [rates[mix] for rates in rounds] for mix in rounds[0]}
+                rates.append(run())
+    whole = {mix: [rates[mix].whole for rates in rounds] for mix in rounds[0]}
+    decode = {mix: [rates[mix].decode for rates in rounds] for mix in rounds[0]}
     print(f"16 requests, output tokens/s, medians of {runs} (to the base model's, quartiles); decode steps alone")
-    for mix, rates in figures.items():
-        base = figures["base model"]
-        whole, decode = (statistics.median(getattr(rate, part) for rate in rates) for part in ("whole", "decode"))
-        print(f"  {mix:30s} {whole:6.1f} ({ratio(rates, base)})   {decode:6.1f} ({ratio(rates, base, 'decode')})")
+    for mix in whole:
+        figures = (
+            f"{statistics.median(rates[mix]):6.1f} ({ratio(rates[mix], rates['base model'])})"
+            for rates in (whole, decode)
+        )
+        print(f"  {mix:30s} {'   '.join(figures)}")
     for ours, other in ((MIXED, "1 adapter"), ("16 adapters", "1 adapter"), (MIXED, EQUAL)):
-        pair = figures[ours], figures[other]
-        print(f"  {ours} / {other}: {ratio(*pair)}; decode {ratio(*pair, 'decode')}")
+        print(f"  {ours} / {other}: {ratio(whole[ours], whole[other])}; decode {ratio(decode[ours], decode[other])}")
     for peer, rates in theirs.items():
         if rates:
-            median = statistics.median(rate.whole for rate in rates)
-            print(f"  {peer:30s} {median:6.1f}; {MIXED} / that {ratio(figures[MIXED], rates)}")
+            print(f"  {peer:30s} {statistics.median(rates):6.1f}; {MIXED} / that {ratio(whole[MIXED], rates)}")
 
 
 def report_switch(llm: LLM, rng: random.Random, runs: int) -> None:
@@ -177,11 +177,9 @@ def report_switch(llm: LLM, rng: random.Random, runs: int) -> None:
     )
 
 
-def ratio(ours: Sequence[Rate], theirs: Sequence[Rate], part: str = "whole") -> str:
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
     """The median ratio round by round, and the quartiles."""
-    ratios = sorted(getattr(a, part) / getattr(b, part) for a, b in zip(ours, theirs, strict=True))
-    low, high = (ratios[len(ratios) * quarter // 4] for quarter in (1, 3))
-    return f"{statistics.median(ratios):.3f}, {low:.3f} to {high:.3f}"
+    return quartiles(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import random
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lockstep import Batch, engines_over, lockstep
@@ -125,6 +125,13 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):8.1f}   ({min(values):.1f} to {max(values):.1f})"
 
 
+def quartiles(ratios: Iterable[float]) -> str:
+    """The median and, for figures of many rounds, where the middle half of them lies."""
+    ranked = sorted(ratios)
+    low, high = (ranked[len(ranked) * quarter // 4] for quarter in (1, 3))
+    return f"{statistics.median(ranked):.3f}, {low:.3f} to {high:.3f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="float32")
@@ -155,9 +162,8 @@ def main() -> None:
     first, second = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
     ratio = statistics.median(a / b for a, b in pairs)
     print(f"  shared prefix of 1,024: first token after {first:.3f} s, then {second:.3f} s: {ratio:.1f} times sooner")
-    cost = sorted(caching_cost(llm, 5 * options.runs))
-    quartiles = f"{cost[len(cost) // 4]:.3f} to {cost[3 * len(cost) // 4]:.3f}"
-    print(f"  caching on / off, nothing shared: throughput ratio {statistics.median(cost):.3f} (quartiles {quartiles})")
+    cost = quartiles(caching_cost(llm, 5 * options.runs))
+    print(f"  caching on / off, nothing shared: throughput ratio (quartiles) {cost}")
     print(f"  peak RSS {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB, a KV pool of 1 GiB in it")
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from mlserve import LLM, SamplingParams
 from mlserve.cache.block_pool import BlockPool
@@ -59,18 +61,16 @@ def lockstep(
     """
     turns = {name: _steps(engines[name], batches) for name, batches in work.items()}
     seconds: dict[str, list[list[float]]] = {name: [[] for _ in batches] for name, batches in work.items()}
-    names = list(work)
+    names = deque(work)
+    names.rotate(-first)
     while turns:
-        order = names[first % len(names) :] + names[: first % len(names)]
-        for name in (name for name in order if name in turns):
-            for _ in work[name]:
-                step = next(turns[name], None)
-                if step is None:
-                    del turns[name]
-                    break
-                number, duration = step
+        for name in [name for name in names if name in turns]:
+            taken = list(islice(turns[name], len(work[name])))
+            for number, duration in taken:
                 seconds[name][number].append(duration)
-        first += 1
+            if len(taken) < len(work[name]):
+                del turns[name]
+        names.rotate(-1)
     return seconds
 
 
