@@ -247,4 +247,4 @@ class AdapterSlots:
         for projection, slot_ranks in ranks.items():
             self._stacks[projection].ranks[:, slot] = self.put(slot_ranks.numpy())
         for b, row_scales in scaled_rows:
-            b *= row_scales.to(b.device, b.dtype)
+            b *= row_scales.to(b.device)

@@ -116,6 +116,9 @@ class AdapterConfig:
 
     max_loras: int = _option(8, "adapters that can be in one batch: slots on the device")
     max_lora_rank: int = _option(64, "largest rank of an adapter, and that of every slot")
+    lora_dtype: DType | None = _option(
+        None, "how slots store adapters: float32, bfloat16 or float16; default: as weights are stored"
+    )
     max_adapter_memory: float = _option(4.0, "GiB of host memory for adapters that were read")
     max_adapter_bytes: int = _option(2**30, "largest weights file of an adapter")
     adapter_dir: str | None = _option(None, "a folder of adapter folders, each served under its name")
@@ -123,6 +126,8 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         for name in ("max_loras", "max_lora_rank", "max_adapter_memory", "max_adapter_bytes"):
             _require_positive(name, getattr(self, name))
+        if self.lora_dtype is not None:
+            _coerce(self, "lora_dtype", DType)
 
 
 @dataclass(frozen=True, slots=True)

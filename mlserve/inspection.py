@@ -10,7 +10,7 @@ from mlserve.adapters.describe import describe_adapter
 from mlserve.adapters.slots import slots_bytes
 from mlserve.adapters.spec import AdapterLimits
 from mlserve.config import CacheConfig, DType, EngineConfig
-from mlserve.engine.build import CPU_KV_GIB, GIB, kv_dtype, max_model_len, num_blocks
+from mlserve.engine.build import CPU_KV_GIB, GIB, kv_dtype, lora_dtype, max_model_len, num_blocks
 from mlserve.engine.memory import KV_SHARE, Claims
 from mlserve.model.base_weights import FileBaseWeights, base_shape
 from mlserve.model.config import DecoderConfig
@@ -61,7 +61,8 @@ def _memory(model: OpenModel, config: EngineConfig, length: int) -> dict[str, st
     dtype = kv_dtype(model.dtype, model.device)
     chosen = config.model.dtype
     adapters = config.adapters
-    slots = slots_bytes(base_shape(model.config), adapters.max_loras, adapters.max_lora_rank, model.dtype)
+    slot_dtype = lora_dtype(adapters, model.dtype, model.device)
+    slots = slots_bytes(base_shape(model.config), adapters.max_loras, adapters.max_lora_rank, slot_dtype)
     claims = Claims(weights=sizes[chosen], adapters=slots)  # a running engine measures its activations, too
     blocks = num_blocks(config.cache, model.config, dtype, model.device, claims)
     per_token = model.config.kv_bytes_per_token(dtype)

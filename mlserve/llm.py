@@ -57,6 +57,7 @@ class Options(TypedDict, total=False):
     max_skips: int
     max_loras: int
     max_lora_rank: int
+    lora_dtype: str | None
     max_adapter_memory: float
     max_adapter_bytes: int
     adapter_dir: str | None

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from adapter_files import changed_copy
 from comparing import GREEDY, assert_eq, cold
 from streaming import live_state
 from tiny_adapters import write_adapter
@@ -23,6 +25,8 @@ from mlserve import (
     SamplingParams,
 )
 from mlserve.cli import main
+from mlserve.config import AdapterConfig, DType
+from mlserve.engine.build import lora_dtype
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_blocks": 64}
 PROMPT = list(range(1, 13))
@@ -135,6 +139,32 @@ def test_bad_adapters_at_the_start(tiny_model_dir: Path, folder: Path) -> None:
         LLM(str(tiny_model_dir), adapter_dir="nowhere", **OPTIONS)
     with pytest.raises(ConfigError, match="max_loras is 0: give a number above 0"):
         LLM(str(tiny_model_dir), max_loras=0, **OPTIONS)
+
+
+def test_slots_in_fewer_bits_hold_rounded_adapters(tiny_model_dir: Path, folder: Path, tmp_path: Path) -> None:
+    """An adapter in slots of bfloat16 answers as one of rounded weights does in slots of float32."""
+    rounded = changed_copy(
+        folder / "one", tmp_path / "one", change=lambda file: {key: t.bfloat16().float() for key, t in file.items()}
+    )
+    narrow = LLM(str(tiny_model_dir), adapters={"one": folder / "one"}, lora_dtype="bfloat16", **OPTIONS)
+    wide = LLM(str(tiny_model_dir), adapters={"one": folder / "one", "rounded": rounded}, **OPTIONS)
+    (output,) = narrow.generate(PROMPT, GREEDY, adapter="one")
+    expected, exact = wide.generate([PROMPT] * 2, GREEDY, adapter=["rounded", "one"])
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert output.outputs[0].logprobs == expected.outputs[0].logprobs
+    assert output.outputs[0].logprobs != exact.outputs[0].logprobs
+    (bits16, bits32) = (llm.engine.runner.adapters.num_bytes for llm in (narrow, wide))
+    assert 2 * bits16 == bits32
+
+
+def test_slots_on_a_gpu_store_adapters_as_weights_are_stored() -> None:
+    gpu = torch.device("cuda")
+    assert lora_dtype(AdapterConfig(), torch.bfloat16, gpu) == torch.bfloat16
+    assert lora_dtype(AdapterConfig(lora_dtype=DType.FLOAT16), torch.float16, gpu) == torch.float16
+    with pytest.raises(ConfigError, match="lora_dtype is float32 and weights are stored in bfloat16: on a GPU"):
+        lora_dtype(AdapterConfig(lora_dtype=DType.FLOAT32), torch.bfloat16, gpu)
+    with pytest.raises(ConfigError, match="lora_dtype is 'int8': give one of float32, bfloat16, float16"):
+        LLM(lora_dtype="int8")
 
 
 def test_rank_and_memory_limits(tiny_model_dir: Path, folder: Path) -> None:

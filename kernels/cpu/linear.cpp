@@ -23,8 +23,9 @@ constexpr int64_t kSharedRows = 288;
 constexpr int64_t kPackSerially = 16 << 10;  // numbers that one thread has packed before a second is woken
 // Weights that a task goes through before it takes the next one of its thread's run.
 constexpr int64_t kTaskBytes = 320 << 10;
-// Beyond kSharedRows: parts of the panels.
-constexpr int64_t kPanelParts = 2;
+// Beyond kSharedRows: as long as each thread has fewer tasks than this, each goes through half of the panels, so that
+// threads end together. Rows are packed once more for it.
+constexpr int64_t kManyTasks = 16;
 // Panels of a gate, and as many of up, whose products a task keeps until they are put together.
 constexpr int64_t kGatedPanels = 6;
 
@@ -214,15 +215,16 @@ void run(ConstRows x, const PackedLinear& w, const Epilogue& epilogue, float* y)
         task.run_packed(some, place(some), part(groups, group_parts, i / row_parts));
       });
     } else {
-      parallel_for(row_parts * kPanelParts, true, [&](int64_t i) {
-        const Range some = part(tiles, row_parts, i / kPanelParts);
+      const int64_t panel_parts = row_parts < kManyTasks * max_threads() ? 2 : 1;
+      parallel_for(row_parts * panel_parts, true, [&](int64_t i) {
+        const Range some = part(tiles, row_parts, i / panel_parts);
         float* packed = thread_scratch(kTaskTiles * kTileRows * in);
         float* end = packed;
         for (int64_t t = some.begin; t < some.end; ++t) {
           task.pack(t, end);
           end += task.rows_of({t, t + 1}).size() * in;
         }
-        task.run_packed(some, packed, part(groups, kPanelParts, i % kPanelParts));
+        task.run_packed(some, packed, part(groups, panel_parts, i % panel_parts));
       });
     }
   });

@@ -26,7 +26,7 @@ from mlserve.kernels.reference import ReferenceOps
 from mlserve.model.base_weights import base_shape
 from mlserve.model.config import DecoderConfig
 from mlserve.model.graphs import CudaGraphRecorder, GraphOptions
-from mlserve.model.loader import LoadedModel, load_model
+from mlserve.model.loader import TORCH_DTYPES, LoadedModel, load_model
 from mlserve.model.profiling import largest_step, peak_bytes
 from mlserve.model.runner import ModelRunner
 from mlserve.vision.embedding_cache import EmbeddingCache
@@ -36,7 +36,7 @@ from mlserve.vision.fetch import FetchPolicy, HttpFetcher
 from mlserve.vision.identity import ImageIdentity, get_image_identity
 from mlserve.vision.image import ImageLimits
 
-__all__ = ["build_engine", "kv_dtype", "max_model_len", "num_blocks"]
+__all__ = ["build_engine", "kv_dtype", "lora_dtype", "max_model_len", "num_blocks"]
 
 GIB = 2**30
 CPU_KV_GIB = 1.0
@@ -54,7 +54,11 @@ def build_engine(config: EngineConfig) -> Engine:
     tokenizer = load_tokenizer(model.tokenizer_source, model.chat_template)
     images = _images(model, tokenizer, config.images)  # its tower takes memory, too
     slots = AdapterSlots(
-        base_shape(model.config), adapter_config.max_loras, adapter_config.max_lora_rank, model.dtype, device
+        base_shape(model.config),
+        adapter_config.max_loras,
+        adapter_config.max_lora_rank,
+        lora_dtype(adapter_config, model.dtype, device),
+        device,
     )
     graphs = _graph_options(config, model, max_len)
     claims = _claims(config, model, slots, dtype, graphs)
@@ -81,6 +85,19 @@ def build_engine(config: EngineConfig) -> Engine:
 def kv_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
     """KV is kept in the dtype of the arithmetic: float32 on a CPU, that of the weights on a GPU."""
     return torch.float32 if device.type == "cpu" else weights
+
+
+def lora_dtype(config: AdapterConfig, weights: torch.dtype, device: torch.device) -> torch.dtype:
+    """How slots store adapters. Raises `ConfigError` on a GPU if that isn't as the weights are stored."""
+    if config.lora_dtype is None:
+        return weights
+    dtype = TORCH_DTYPES[config.lora_dtype]
+    if device.type != "cpu" and dtype != weights:
+        raise ConfigError(
+            f"lora_dtype is {config.lora_dtype} and weights are stored in {str(weights).removeprefix('torch.')}: on a "
+            "GPU they must be the same; leave lora_dtype out, or choose dtype"
+        )
+    return dtype
 
 
 def num_blocks(

@@ -1,6 +1,6 @@
 """Sixteen requests over eight adapters, beside the base model, one adapter, PEFT, and batches of equal adapters.
 
-python tests/bench/bench_adapters.py [--runs 5] [--new 64] [--peft]
+python tests/bench/bench_adapters.py [--runs 5] [--new 64] [--lora-dtype bfloat16] [--peft]
 
 The embedded model, adapters of rank 8 on all seven projections with random weights, greedy, fixed lengths: 16 requests,
 prompt 128, 64 new, prefill included. All mixes run side by side, step by step (lockstep.py). `--peft` lets PEFT's
@@ -25,6 +25,7 @@ from lockstep import Batch, engines_over, lockstep
 from random_adapters import write_adapter
 
 from mlserve import LLM
+from mlserve.config import DType
 
 PROMPT = 128
 NAMES = [f"a{i}" for i in range(16)]
@@ -129,6 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--lora-dtype", choices=list(DType))
     parser.add_argument("--peft", action="store_true")
     options = parser.parse_args()
     rng = random.Random(0)
@@ -136,7 +138,7 @@ def main() -> None:
         folders = {name: write_adapter(Path(scratch) / name, i) for i, name in enumerate(NAMES)}
         activated = write_adapter(Path(scratch) / "activated", 99, invocation_tokens=INVOCATION)
         adapters, blocks = folders | {"activated": activated}, Mixed.num_blocks(options.new)
-        llm = LLM(adapters=adapters, max_loras=17, num_blocks=blocks)
+        llm = LLM(adapters=adapters, max_loras=17, lora_dtype=options.lora_dtype, num_blocks=blocks)
         peft = Peft(folders, llm, options.new) if options.peft else None
         report_batches(Mixed(llm, options.new), rng, options.runs, peft)
         report_switch(llm, rng, options.runs)

@@ -91,6 +91,16 @@ def test_a_linear_with_adapters(ops: Ops, mix: str, rows: int, dtype: torch.dtyp
     assert torch.equal(ops.linear(x, weight, (lora, segments)), apply(ops, x, lora, segments, ops.linear(x, weight)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+def test_adapters_in_another_dtype_than_the_weight(ops: Ops, weight_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """To the bit what adapters of the same numbers in float32 add."""
+    segments, narrow = segments_of(adapters_of_rows("zipf", 40, len(RANKS))), lora_slots(RANKS, 64, 72, QKV, dtype)
+    wide = dataclasses.replace(narrow, a=narrow.a.float(), b=narrow.b.float())
+    x, weight = torch.randn(40, 72), ops.pack_linear(torch.randn(sum(QKV), 72).to(weight_dtype))
+    assert torch.equal(ops.linear(x, weight, (narrow, segments)), ops.linear(x, weight, (wide, segments)))
+
+
 @pytest.mark.usefixtures("_two_threads")
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("width", [1, 40, 64, 144, 208], ids=lambda width: f"width{width}")

@@ -151,6 +151,18 @@ def test_logits(model: str, kind: str, serve: Serve) -> None:
         assert float((base - served.expected).abs().max()) > 0.05  # an adapter that changes nothing would prove nothing
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "activated-nowhere"])
+def test_slots_in_fewer_bits(kind: str, serve: Serve) -> None:
+    """bfloat16 keeps 8 bits of each number: it shows, and is small beside what the adapter does."""
+    served = serve("llama", kind)
+    slots = AdapterSlots(served.slots.base, 2, 16, torch.bfloat16, torch.device("cpu"))
+    slots.write(1, served.adapter)
+    _, base = served.run.prefill(PROMPT)
+    _, logits = PagedRun(served.model.decoder, adapters=slots).prefill(PROMPT, **served.place)
+    effect = float((served.expected - base).norm())
+    assert float((logits - served.expected).norm()) <= 0.01 * effect
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_beside_the_base_model(kind: str, serve: Serve) -> None:
     served = serve("llama", kind)
