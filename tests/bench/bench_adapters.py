@@ -1,11 +1,11 @@
 """Sixteen requests over eight adapters, beside the base model, one adapter, PEFT, and batches of equal adapters.
 
-python tests/bench/bench_adapters.py [--runs 5] [--new 64] [--lora-dtype bfloat16] [--peft]
+python tests/bench/bench_adapters.py [--runs 5] [--new 64 128] [--lora-dtype bfloat16] [--peft]
 
 The embedded model, adapters of rank 8 on all seven projections with random weights, greedy, fixed lengths: 16 requests,
-prompt 128, 64 new, prefill included. All mixes run side by side, step by step (lockstep.py). `--peft` lets PEFT's
-`generate` do the same work in the same process after each round, mixed (`adapter_names`) and in batches of equal
-adapters.
+prompt 128, prefill included, for each number of new tokens. All mixes run side by side, step by step (lockstep.py).
+`--peft` lets PEFT's `generate` do the same work in the same process after each round, mixed (`adapter_names`) and in
+batches of equal adapters.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Mixed:
     """All mixes side by side in lockstep, and equal adapters only: eight batches of two."""
 
     def __init__(self, llm: LLM, new: int) -> None:
-        self._new = new
+        self.new = new
         self._engines = engines_over(llm, dict.fromkeys([*MIXES, EQUAL], True))
         self._rounds = 0
 
@@ -70,7 +70,7 @@ class Mixed:
 
     def run(self, rng: random.Random) -> dict[str, Rate]:
         """One round: every mix answers the same sixteen prompts."""
-        prompts, params = [prompt(rng, PROMPT) for _ in range(16)], fixed(self._new)
+        prompts, params = [prompt(rng, PROMPT) for _ in range(16)], fixed(self.new)
         work = {mix: [Batch(prompts, params, names)] for mix, names in MIXES.items()}
         work[EQUAL] = [Batch(prompts[2 * i : 2 * i + 2], params, [NAMES[i]] * 2) for i in range(8)]
         self._rounds += 1
@@ -80,39 +80,38 @@ class Mixed:
 class Peft:
     """PEFT's `generate` on the same weights."""
 
-    def __init__(self, folders: dict[str, Path], llm: LLM, new: int) -> None:
+    def __init__(self, folders: dict[str, Path], llm: LLM) -> None:
         from peft import PeftModel
 
-        self._new = new
         self._model: Any = PeftModel.from_pretrained(transformers_twin(llm), folders[NAMES[0]], adapter_name=NAMES[0])
         for name in NAMES[1:8]:
             self._model.load_adapter(folders[name], adapter_name=name)
         self._model.eval()
 
-    def mixed(self) -> float:
+    def mixed(self, new: int) -> float:
         """Output tokens/s of PEFT's own mixed batch."""
-        return self._rate(lambda: self._generate(16, adapter_names=MIXES[MIXED]))
+        return self._rate(new, lambda: self._generate(16, new, adapter_names=MIXES[MIXED]))
 
-    def only_equal(self) -> float:
+    def only_equal(self, new: int) -> float:
         """The same in eight batches of two."""
 
         def run() -> None:
             for name in NAMES[:8]:
                 self._model.set_adapter(name)
-                self._generate(2)
+                self._generate(2, new)
 
-        return self._rate(run)
+        return self._rate(new, run)
 
-    def _rate(self, run: Callable[[], None]) -> float:
+    def _rate(self, new: int, run: Callable[[], None]) -> float:
         start = time.perf_counter()
         run()
-        return 16 * self._new / (time.perf_counter() - start)
+        return 16 * new / (time.perf_counter() - start)
 
-    def _generate(self, rows: int, **how: Any) -> None:
+    def _generate(self, rows: int, new: int, **how: Any) -> None:
         import torch
 
         ids = torch.tensor([prompt(random.Random(row), PROMPT) for row in range(rows)])
-        how |= {"do_sample": False, "min_new_tokens": self._new, "max_new_tokens": self._new, "pad_token_id": 0}
+        how |= {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0}
         with torch.inference_mode():
             self._model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)
 
@@ -129,7 +128,7 @@ def switch_ttft(llm: LLM, rng: random.Random, name: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--new", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--lora-dtype", choices=list(DType))
     parser.add_argument("--peft", action="store_true")
     options = parser.parse_args()
@@ -137,10 +136,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folders = {name: write_adapter(Path(scratch) / name, i) for i, name in enumerate(NAMES)}
         activated = write_adapter(Path(scratch) / "activated", 99, invocation_tokens=INVOCATION)
-        adapters, blocks = folders | {"activated": activated}, Mixed.num_blocks(options.new)
+        adapters, blocks = folders | {"activated": activated}, Mixed.num_blocks(max(options.new))
         llm = LLM(adapters=adapters, max_loras=17, lora_dtype=options.lora_dtype, num_blocks=blocks)
-        peft = Peft(folders, llm, options.new) if options.peft else None
-        report_batches(Mixed(llm, options.new), rng, options.runs, peft)
+        peft = Peft(folders, llm) if options.peft else None
+        for new in options.new:
+            report_batches(Mixed(llm, new), rng, options.runs, peft)
         report_switch(llm, rng, options.runs)
 
 
@@ -153,10 +153,13 @@ def report_batches(mixed: Mixed, rng: random.Random, runs: int, peft: Peft | Non
         rounds.append(mixed.run(rng))
         if peft is not None:
             for rates, run in zip(theirs.values(), (peft.mixed, peft.only_equal), strict=True):
-                rates.append(run())
+                rates.append(run(mixed.new))
     whole = {mix: [rates[mix].whole for rates in rounds] for mix in rounds[0]}
     decode = {mix: [rates[mix].decode for rates in rounds] for mix in rounds[0]}
-    print(f"16 requests, output tokens/s, medians of {runs} (to the base model's, quartiles); decode steps alone")
+    print(
+        f"16 requests, {mixed.new} new: output tokens/s, medians of {runs} (to the base model's, quartiles); decode "
+        "steps alone"
+    )
     for mix in whole:
         figures = (
             f"{statistics.median(rates[mix]):6.1f} ({ratio(rates[mix], rates['base model'])})"
