@@ -295,7 +295,7 @@ def test_the_typed_options_are_the_fields_of_the_config() -> None:
     """Every option of the parts is an option of `LLM`, of the same type; `model` is its first argument."""
     known = {option.name: option for part in OPTION_PARTS.values() for option in fields(part)}
     assert {*Options.__annotations__} == {*known} - {"model"}
-    exact = {"dtype": "DType", "policy": "Policy | Callable[[], WaitingQueue]"}
+    exact = {"dtype": "DType", "lora_dtype": "DType | None", "policy": "Policy | Callable[[], WaitingQueue]"}
     typed = {name: annotation.__forward_arg__ for name, annotation in Options.__annotations__.items()}
     for name, annotation in typed.items():
         assert known[name].type in (annotation, exact.get(name)), name
