@@ -122,7 +122,7 @@ def _add_flag(group: argparse._ArgumentGroup, option: Field[Any], default: Any) 
     if kind is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text)
     elif issubclass(kind, StrEnum):
-        group.add_argument(flag, choices=list(kind), default=argparse.SUPPRESS, help=help_text)
+        group.add_argument(flag, choices=[member.value for member in kind], default=argparse.SUPPRESS, help=help_text)
     else:
         group.add_argument(flag, type=kind, default=argparse.SUPPRESS, metavar=kind.__name__.upper(), help=help_text)
 

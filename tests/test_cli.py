@@ -245,6 +245,14 @@ def test_misuse_is_explained_with_status_2(arguments: list[str], capsys: pytest.
     assert "usage: mlserve" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--dtype", "--lora-dtype"])
+def test_a_wrong_choice_is_told_what_there_is(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "a", flag, "int8"])
+    told = capsys.readouterr().err.replace("'", "")
+    assert f"{flag}: invalid choice: int8 (choose from float32, bfloat16, float16)" in told
+
+
 def test_the_command_is_installed() -> None:
     command = Path(sys.executable).with_name("mlserve")
     result = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
