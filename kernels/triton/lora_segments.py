@@ -73,8 +73,8 @@ def meta_batch(
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     num_slots, num_layers, num_slices = 64, 32, len(out)
-    a = empty(num_slots, num_layers, num_slices, max_rank, size)[:, 0]
-    b = empty(num_slots, num_layers, max_rank, sum(out))[:, 0]
+    a = empty(num_slots, max_rank, num_layers, num_slices, size)[:, :, 0].transpose(1, 2)
+    b = empty(num_slots, max_rank, num_layers, sum(out))[:, :, 0]
     ranks, starts = empty(num_slots, num_slices, dtype=torch.int32), empty(num_slots + 1, dtype=torch.int32)
     segments = AdapterSegments(empty(num_rows, dtype=torch.int64), starts, starts[1:])
     return empty(num_rows, size), LoraSlots(a, b, ranks, (0, *accumulate(out))), segments

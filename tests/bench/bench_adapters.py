@@ -129,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--new", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--lora-dtype", choices=list(DType))
+    parser.add_argument("--lora-dtype", choices=[dtype.value for dtype in DType])
     parser.add_argument("--peft", action="store_true")
     options = parser.parse_args()
     rng = random.Random(0)

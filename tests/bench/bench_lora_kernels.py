@@ -52,11 +52,11 @@ def stacks(rank: int, max_rank: int, dtype: torch.dtype) -> list[LoraSlots]:
     """The slots' matrices in the model's order; each kind of linear has one stack of all slots and layers."""
     kinds = []
     for out, size in LINEARS:
-        a = torch.full((SLOTS, LAYERS, len(out), max_rank, size), 0.01, dtype=dtype)
-        b = torch.full((SLOTS, LAYERS, max_rank, sum(out)), 0.01, dtype=dtype)
+        a = torch.full((SLOTS, max_rank, LAYERS, len(out), size), 0.01, dtype=dtype).transpose(1, 3)
+        b = torch.full((SLOTS, max_rank, LAYERS, sum(out)), 0.01, dtype=dtype)
         ranks = torch.full((SLOTS, len(out)), rank, dtype=torch.int32)
         starts = tuple(torch.tensor([0, *out]).cumsum(0).tolist())
-        kinds.append([LoraSlots(a[:, layer], b[:, layer], ranks, starts) for layer in range(LAYERS)])
+        kinds.append([LoraSlots(a[:, :, layer], b[:, :, layer], ranks, starts) for layer in range(LAYERS)])
     return [lora for layer in zip(*kinds, strict=True) for lora in layer]
 
 

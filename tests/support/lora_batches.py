@@ -58,8 +58,9 @@ def lora_slots(
     """
     num_slots, num_slices = len(ranks), len(out)
     starts = torch.tensor([0, *out]).cumsum(0).tolist()
-    a = torch.full((num_slots, layers, num_slices, max_rank, size), torch.nan, dtype=dtype)[:, layers // 2]
-    b = torch.full((num_slots, layers, max_rank, sum(out)), torch.nan, dtype=dtype)[:, layers // 2]
+    a = torch.full((num_slots, max_rank, layers, num_slices, size), torch.nan, dtype=dtype)
+    a = a[:, :, layers // 2].transpose(1, 2)
+    b = torch.full((num_slots, max_rank, layers, sum(out)), torch.nan, dtype=dtype)[:, :, layers // 2]
     for slot, slices in enumerate(ranks):
         for k, rank in enumerate(slices):
             a[slot, k, :rank] = (torch.randn(rank, size) * size**-0.5).to(dtype)
